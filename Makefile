@@ -1,9 +1,9 @@
 # `make train` and `make test` each work as the first command on a fresh clone: Python >= 3.10 and make are enough.
 PYTHON ?= python3
 CONFIG ?= configs/breakout.yaml
-RUN    ?= $(basename $(notdir $(CONFIG)))
 GAME   ?=
 SEED   ?=
+RUN    ?= $(basename $(notdir $(CONFIG)))$(if $(GAME),-$(GAME))$(if $(SEED),-seed$(SEED))
 ARGS   ?=
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -11,7 +11,6 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?=
 
 CHOICE := --config $(CONFIG) $(if $(GAME),--env.game $(GAME)) $(if $(SEED),--seed $(SEED))
-NAME   := $(RUN)$(if $(GAME),-$(GAME))$(if $(SEED),-seed$(SEED))
 
 .PHONY: help setup train test lint format dashboard eval video plan report bench smoke clean
 .DEFAULT_GOAL := help
@@ -30,22 +29,22 @@ $(VENV)/.ready: requirements.txt requirements-dev.txt
 setup: $(VENV)/.ready  ## make .venv and install into it
 
 train: setup  ## train into runs/RUN; the same command resumes
-	$(BIN)/python -m dqn train $(CHOICE) --run $(NAME) $(ARGS)
+	$(BIN)/python -m dqn train $(CHOICE) --run $(RUN) $(ARGS)
 
 smoke: setup  ## both phases, an evaluation and checkpoints on the real game, in two minutes
 	$(BIN)/python -m dqn train --config configs/smoke.yaml --run smoke --fresh $(ARGS)
 
 eval: setup  ## play the run's newest weights: table and eval.json
-	$(BIN)/python -m dqn eval $(NAME) $(ARGS)
+	$(BIN)/python -m dqn eval $(RUN) $(ARGS)
 
 video: setup  ## film a game of the run
-	$(BIN)/python -m dqn eval $(NAME) --episodes 1 --video runs/$(NAME)/video.mp4 $(ARGS)
+	$(BIN)/python -m dqn eval $(RUN) --episodes 1 --video runs/$(RUN)/video.mp4 $(ARGS)
 
 plan: setup  ## memory, disk and time, before the start
 	$(BIN)/python -m dqn plan $(CHOICE) $(ARGS)
 
 report: setup  ## report.png and report.md of the run
-	$(BIN)/python -m dqn report $(NAME) $(ARGS)
+	$(BIN)/python -m dqn report $(RUN) $(ARGS)
 
 bench: setup  ## speed and bytes, beside Stable-Baselines3
 	$(BIN)/python -m dqn bench --peers $(ARGS)

@@ -4,6 +4,7 @@ Every value is checked where it enters: unknown keys are answered with the neare
 Durations carry their unit in their name: a *frame* is one emulator frame, a *step* one decision of one game.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -58,6 +59,7 @@ class ReplayConfig:
     prioritized: bool = option(False, "sample in proportion to the last TD error")
     priority_alpha: float = option(0.6, "exponent of the priorities", low=0, high=4)
     priority_beta_start: float = option(0.4, "exponent of the importance weights, annealed to 1", low=0, high=1)
+    priority_beta_steps: int = option(10_000_000, "steps until that exponent is 1", low=1)
 
 
 @dataclass(frozen=True)
@@ -277,11 +279,9 @@ def check(name: str, value: Any) -> Any:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
-        try:
+    if kind in (int, float) and isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -320,11 +320,11 @@ def _get(config: Config, name: str) -> Any:
 def _check_together(config: Config) -> None:
     env, replay, learner = config.env, config.replay, config.learner
     window = env.stack_size + learner.n_steps
-    smallest = (learner.batch_size + window) * 1
-    if replay.capacity < max(smallest, window * env.num_envs):
+    smallest = max(learner.batch_size + window, window * env.num_envs)
+    if replay.capacity < smallest:
         raise UsageError(
             f"replay.capacity is {replay.capacity}; it must hold a batch and a window in each lane: at least"
-            f" {max(smallest, window * env.num_envs)} (learner.batch_size {learner.batch_size}, window {window},"
+            f" {smallest} (learner.batch_size {learner.batch_size}, window {window},"
             f" env.num_envs {env.num_envs})"
         )
     if learner.batch_size % learner.gradient_accumulation:
