@@ -310,7 +310,7 @@ def _draw_ram(above: Axes, below: Axes, run: Run) -> None:
         above.axis("off")
         below.set_position(Bbox.union([above.get_position(), below.get_position()]))
     label = f"the forum's script: {FORUM_BYTES_PER_TRANSITION:,} B a transition, here {forum_gib[-1]:.3g} GiB"
-    where, x, y, side = (above, 0.985, 0.74, "right") if broken else (below, 0.015, 0.95, "left")
+    where, x, y, side = (above, 0.985, 0.3, "right") if broken else (below, 0.015, 0.95, "left")
     where.text(x, y, label, transform=where.transAxes, ha=side, va="top", color="#c1121f")
 
 
