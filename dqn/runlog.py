@@ -1,0 +1,581 @@
+"""The run's folder and everything that a person reads while it runs: log, dashboard, games, progress.
+
+A resumed run goes on in the same files. What an earlier process wrote beyond the checkpoint is cut off first, so every
+curve's x axis (agent steps) rises strictly and no game is counted twice.
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from dqn import config
+from dqn.config import Config, UsageError
+from dqn.csvlog import CsvLog
+
+if TYPE_CHECKING:
+    from dqn.atari import TimeStep
+
+RUNS = Path("runs")
+WRITTEN = ("config.yaml", "train.log", "events.out.tfevents.*", "episodes.csv", "memory.csv", "ram_steps.f32")
+WRITTEN += ("checkpoint", "replay", "model.pt", "best.pt", "eval.json", "report.*")
+"""What a run writes in its folder: all that `--fresh` deletes."""
+LOCK = ".lock"
+EPISODES_HEADER = "step,lane,return,length_steps,lives_lost,wall_s"
+RECENT_GAMES = 100
+
+
+def run_path(name: str) -> Path:
+    """The folder of a run: a name under `runs/`, or a path.
+
+    Raises:
+        UsageError: the name is empty.
+    """
+    if not name.strip("."):
+        raise UsageError(f"run '{name}' is no name; take a word such as breakout, or a path")
+    return Path(name) if os.sep in name else RUNS / name
+
+
+def existing_run(name: str) -> Path:
+    """The folder of a run that is there.
+
+    Raises:
+        UsageError: there is none; the nearest names are listed.
+    """
+    path = run_path(name)
+    if not path.is_dir():
+        others = [folder.name for folder in RUNS.glob("*") if folder.is_dir()]
+        raise UsageError(f"no run '{name}': {path} is not a folder{config.nearest(name, others)}")
+    return path
+
+
+class RunFolder:
+    """A run's folder, locked while the `with` block lasts.
+
+    Args:
+        name: a name under `runs/`, or a path.
+        fresh: delete what a run wrote there, and only that.
+
+    Raises:
+        UsageError: on entry, if the folder cannot be used; nothing was written or deleted then.
+    """
+
+    def __init__(self, name: str, *, fresh: bool = False):
+        self.path = run_path(name)
+        self.fresh = fresh
+        self._lock: int | None = None
+
+    def __enter__(self) -> "RunFolder":
+        if not self.fresh and not self.has_checkpoint and self._content():
+            found = ", ".join(self._content()[:3])
+            raise UsageError(
+                f"{self.path} is not empty ({found}) and holds no checkpoint to go on from; take another --run, or"
+                " --fresh to delete what a run wrote there"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be written: {error.strerror}; take another --run") from None
+        self._acquire(self._lock)
+        if self.fresh:
+            self._delete()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is None:
+            return
+        if not self._content():  # nothing came of it
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+    def _acquire(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            os.close(lock)
+            self._lock = None
+            raise UsageError(f"{self.path} is in use by process {pid}; wait for it, or take another --run") from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _content(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be read: {error.strerror}; take another --run") from None
+
+    def _delete(self) -> None:
+        for pattern in WRITTEN:
+            for path in [*self.path.glob(pattern), *self.path.glob(f"{pattern}.tmp")]:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a run could go on from here."""
+        return any((self.path / "checkpoint").glob("*.pt"))
+
+    def read_config(self) -> dict[str, Any]:
+        """The values of the config that the run was started with.
+
+        Raises:
+            UsageError: there is no config, or it cannot be read.
+        """
+        return config.flat(config.from_flat(config.read_yaml(self.path / "config.yaml")))
+
+    def write_config(self, chosen: Config) -> None:
+        """Writes the resolved config, headed by the versions and the commit that ran it."""
+        head = "".join(f"# {name}: {version}\n" for name, version in versions().items())
+        temporary = self.path / "config.yaml.tmp"
+        temporary.write_text(head + config.write_yaml(chosen), encoding="utf-8")
+        os.replace(temporary, self.path / "config.yaml")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run's numbers depend on, and the commit of this source."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "ale-py", "opencv-python-headless"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        found["commit"] = result.stdout.strip() or "unknown"
+    except (OSError, subprocess.SubprocessError):
+        found["commit"] = "unknown"
+    return found
+
+
+class Games:
+    """Raw return, length and lost lives of the games in flight."""
+
+    def __init__(self, num_envs: int):
+        self.returns = np.zeros(num_envs)
+        self.lengths, self.lives_lost, self.lives = (np.zeros(num_envs, np.int64) for _ in range(3))
+
+    def advance(self, timestep: "TimeStep") -> np.ndarray:
+        """Takes what the last actions brought; returns the lanes whose games are over, their sums still there."""
+        begins = timestep.first
+        lost = np.maximum(self.lives - timestep.lives, 0)
+        self.returns = np.where(begins, 0, self.returns + timestep.reward)
+        self.lengths = np.where(begins, 0, self.lengths + 1)
+        self.lives_lost = np.where(begins, 0, self.lives_lost + lost)
+        self.lives = timestep.lives.astype(np.int64)
+        return np.flatnonzero(timestep.ended)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The sums as plain lists."""
+        return {name: values.tolist() for name, values in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Goes on with stored sums; a lane whose next row begins a game starts at 0 by itself."""
+        for name, values in state.items():
+            getattr(self, name)[:] = values
+
+
+class RunLog:
+    """Log, dashboard, games and progress of one process of a run.
+
+    Args:
+        folder: the run's folder.
+        chosen: the run's config.
+        start_step: the step of the checkpoint that the run goes on from, or 0.
+        wall_s_before: running time of the processes before this one.
+        process_hours: hours since this process began, which `budget.max_hours` limits.
+        limit_mib: the memory limit or budget that RAM is shown against.
+        learning_steps_per_s: a guess for the time to the end until learning has been timed; None: none.
+        stream: the console.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        chosen: Config,
+        *,
+        start_step: int = 0,
+        wall_s_before: float = 0.0,
+        process_hours: Callable[[], float],
+        limit_mib: float,
+        learning_steps_per_s: float | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._config, self._clock, self._began = chosen, clock, clock() - wall_s_before
+        self._process_hours, self._limit_mib = process_hours, limit_mib
+        self._log = os.open(folder / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._console = Console(stream or sys.stdout, chosen.budget.max_steps, start_step)
+        self._board = Board(folder, start_step)
+        self._episodes = CsvLog(folder / "episodes.csv", EPISODES_HEADER, start_step)
+        rows = self._episodes.rows_before
+        self.num_games = len(rows)
+        """Games finished, over all processes."""
+        self.returns = deque((float(row.split(",")[2]) for row in rows[-RECENT_GAMES:]), maxlen=RECENT_GAMES)
+        """Returns of the last 100 games."""
+        self.games = Games(chosen.env.num_envs)
+        self.pace = Pace(chosen, start_step, learning_steps_per_s, clock())
+        self._next_line = self._next_bar = clock()
+        self._next_line_step, self._lines = 0, 0
+        self._warned_of_time = False
+
+    @property
+    def wall_s(self) -> float:
+        """Running time, over all processes."""
+        return self._clock() - self._began
+
+    def say(self, text: str) -> None:
+        """A line for the log and the console."""
+        self._log_only(text)
+        self._console.line(text)
+
+    def describe(self, reference: Config) -> None:
+        """Puts the config and its difference from a reference (Nature's) onto the dashboard."""
+        mine, theirs = config.flat(self._config), config.flat(reference)
+        table = "".join(f"|{name}|{value}|\n" for name, value in {**mine, **versions()}.items())
+        rows = "".join(f"|{n}|{new}|{old}|\n" for n, (new, old) in config.difference(mine, theirs).items())
+        self._board.text("config", f"|value|here|\n|---|---|\n{table}")
+        self._board.text("difference_from_nature", f"|value|here|nature.yaml|\n|---|---|---|\n{rows}")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Points of curves; a curve that already has a point at this step or later keeps it."""
+        self._note(self._board.scalars(step, values))
+
+    def speeds(self, step: int, updates: int) -> dict[str, float]:
+        """Steps and updates per second of playing and learning since the last call."""
+        return self.pace.speeds(step, updates, self._clock())
+
+    def advance(self, step: int, timestep: "TimeStep") -> None:
+        """Counts what the iteration that ended at `step` brought; lane i's part of it is step - N + i + 1."""
+        for lane in self.games.advance(timestep):
+            at = step - len(timestep.ended) + int(lane) + 1
+            score, length = float(self.games.returns[lane]), int(self.games.lengths[lane])
+            lives = int(self.games.lives_lost[lane])
+            self._note(self._episodes.append([(at, lane, f"{score:g}", length, lives, f"{self.wall_s:.1f}")]))
+            self.scalars(at, {"episode/return": score, "episode/length_steps": length})
+            self.returns.append(score)
+            self.num_games += 1
+
+    def progress(self, step: int, epsilon: float, rss_mib: float) -> None:
+        """Shows where the run is, if it is time to; call at every iteration."""
+        now = self._clock()
+        if self.pace.advance(step, now):
+            self.say(
+                f"learning begins at step {step:,}: {self.pace.fill_steps:,} steps of filling took"
+                f" {duration(self.pace.seconds['fill'])}, {self.pace.fill_speed:,.0f} steps/s"
+            )
+        if now >= self._next_bar:
+            self._next_bar = now + 0.3
+            self._console.bar(step, self.pace.phase, lambda: self._status(step, epsilon, rss_mib))
+        if now >= self._next_line and step >= self._next_line_step:
+            self._lines += 1
+            self._next_line = now + (10 if self._lines < 30 else 60)
+            self._next_line_step = step + 500
+            share = f"{self.pace.phase:5} {step:,} of {self._config.budget.max_steps:,}"
+            text = f"{share} · {self._status(step, epsilon, rss_mib)}"
+            self._log_only(text)
+            self._console.line(text, progress=True)
+            self._warn_of_time(step)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Marks the time inside the block as `evaluate` or `save`, which steps/s leaves out."""
+        before = self.pace.switch(phase, self._clock())
+        self._console.bar(self.pace.step, phase, lambda: phase)
+        try:
+            yield
+        finally:
+            self.pace.switch(before, self._clock())
+
+    def flush(self) -> None:
+        """Sees that the dashboard's points are in their file: a checkpoint covers them."""
+        self._note(self._board.flush())
+
+    def close(self) -> None:
+        """Closes all files and the progress bar."""
+        self._console.close()
+        self._note(self._board.close())
+        self._episodes.close()
+        os.close(self._log)
+
+    def _status(self, step: int, epsilon: float, rss_mib: float) -> str:
+        score = f"return {np.mean(self.returns):.1f} ({len(self.returns)} games)" if self.returns else "no game yet"
+        ram = f"RAM {rss_mib / 1024:.2f}/{self._limit_mib / 1024:.1f} GiB"
+        hours = self._config.budget.max_hours
+        limit = "" if hours is None else f", limit in {duration(3600 * (hours - self._process_hours()))}"
+        end = self.pace.text_to_end(step, self._clock())
+        return f"{self.pace.speed:,.0f} steps/s · {score} · {ram} · ε {epsilon:.3f} · {end}{limit}"
+
+    def _warn_of_time(self, step: int) -> None:
+        hours, left = self._config.budget.max_hours, self.pace.seconds_to_end(step, self._clock())
+        if self._warned_of_time or hours is None or left is None or step < 20_000 or not self.pace.settled:
+            return
+        room = 3600 * (hours - self._process_hours())
+        if left > room:
+            self._warned_of_time = True
+            self.say(
+                f"warning: at this speed the end is {duration(left)} away and budget.max_hours {hours:g} leaves"
+                f" {duration(room)}: the run will stop with a checkpoint, and the same command goes on from it"
+            )
+
+    def _log_only(self, text: str) -> None:
+        with suppress(OSError):  # a full disk costs lines of the log; the console still has them
+            os.write(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+
+    def _note(self, problem: str | None) -> None:
+        if problem:
+            self.say(f"warning: {problem}")
+
+
+class Pace:
+    """Where the time goes: seconds per phase, speeds, the time to the end."""
+
+    def __init__(self, chosen: Config, start_step: int, learning_steps_per_s: float | None, now: float):
+        self._starts, self._max_steps = chosen.learner.learning_starts_steps, chosen.budget.max_steps
+        self._guess = learning_steps_per_s
+        self.step = start_step
+        self.phase = "learn" if start_step > self._starts else "fill"
+        self.seconds = dict.fromkeys(("fill", "learn", "evaluate", "save"), 0.0)
+        self.fill_steps = self.learn_steps = 0
+        self._since, self._begin = now, now
+        self._last = (start_step, 0, 0.0)
+        self._samples: deque[tuple[float, int]] = deque([(0.0, start_step)], maxlen=90)
+
+    def advance(self, step: int, now: float) -> bool:
+        """Counts steps; returns whether learning begins with this one."""
+        if self.phase == "fill":
+            self.fill_steps += step - self.step
+        else:
+            self.learn_steps += step - self.step
+        self.step = step
+        begins = self.phase == "fill" and step > self._starts
+        self.switch("learn" if begins else self.phase, now)
+        if begins:
+            self._samples.clear()
+        active = self.seconds["fill"] + self.seconds["learn"]
+        if not self._samples or active >= self._samples[-1][0] + 10:
+            self._samples.append((active, step))
+        return begins and self.fill_steps > 0
+
+    def switch(self, phase: str, now: float) -> str:
+        """Books the time so far and changes the phase; returns the one before."""
+        before = self.phase
+        self.seconds[before] += now - self._since
+        self._since, self.phase = now, phase
+        return before
+
+    def speeds(self, step: int, updates: int, now: float) -> dict[str, float]:
+        """Speeds since the last call."""
+        self.switch(self.phase, now)
+        active = self.seconds["fill"] + self.seconds["learn"]
+        last_step, last_updates, last_active = self._last
+        self._last = (step, updates, active)
+        seconds = max(active - last_active, 1e-9)
+        return {
+            "speed/steps_per_s": (step - last_step) / seconds,
+            "speed/updates_per_s": (updates - last_updates) / seconds,
+        }
+
+    @property
+    def fill_speed(self) -> float:
+        """Steps per second of filling."""
+        return self.fill_steps / max(self.seconds["fill"], 1e-9)
+
+    @property
+    def speed(self) -> float:
+        """Steps per second of this phase over the last quarter of an hour, evaluating and saving left out."""
+        active = self.seconds["fill"] + self.seconds["learn"]
+        then, step = self._samples[0]
+        return (self.step - step) / max(active - then, 1e-9)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the speed is that of more than a moment."""
+        return self.step - self._samples[0][1] >= 1_000
+
+    def seconds_to_end(self, step: int, now: float) -> float | None:
+        """An estimate of the time to the last step, evaluations at their share so far; None while nothing is known."""
+        speed = self.speed
+        if speed <= 0:
+            return None
+        filling = max(0, self._starts - step) if self.phase == "fill" else 0
+        filling = min(filling, self._max_steps - step)
+        learning = self._max_steps - step - filling
+        later = self._guess if filling and self._guess else speed
+        active = self.seconds["fill"] + self.seconds["learn"]
+        others = (now - self._begin) / active if active > 60 else 1.0
+        return (filling / speed + learning / later) * max(1.0, others)
+
+    def text_to_end(self, step: int, now: float) -> str:
+        """The time to the end in words."""
+        left = self.seconds_to_end(step, now)
+        if left is None:
+            return "time to the end unknown"
+        sure = self.phase != "fill" or self._guess is not None
+        return f"end in {'' if sure else 'more than '}{duration(left)}"
+
+
+def duration(seconds: float) -> str:
+    """A duration as people say it."""
+    minutes = round(max(0.0, seconds) / 60)
+    if minutes < 2:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+COLOURS = {"fill": "yellow", "learn": "green", "evaluate": "cyan", "save": "blue"}
+
+
+class Console:
+    """A progress bar on a terminal, short lines elsewhere; a console that has gone away is no reason to stop."""
+
+    def __init__(self, stream: TextIO, max_steps: int, start_step: int):
+        self._stream: TextIO | None = stream
+        self._bar: Any = None
+        if stream.isatty():
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = 0  # no thread of its own
+            shape = "{desc}{percentage:5.1f}% |{bar:16}| {n_fmt}/{total_fmt} {unit}"
+            self._bar = tqdm(
+                total=max_steps, initial=start_step, file=stream, dynamic_ncols=True, unit_scale=True, bar_format=shape
+            )
+
+    def line(self, text: str, *, progress: bool = False) -> None:
+        """Prints a line; a progress line only where there is no bar."""
+        if self._stream is None or (progress and self._bar is not None):
+            return
+        text = text.encode(self._stream.encoding or "utf-8", "replace").decode(self._stream.encoding or "utf-8")
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=self._stream)
+            else:
+                print(text, file=self._stream, flush=True)
+        except (OSError, ValueError):
+            self._stream = self._bar = None
+
+    def bar(self, step: int, phase: str, status: Callable[[], str]) -> None:
+        """Moves the bar."""
+        if self._bar is None:
+            return
+        try:
+            self._bar.n, self._bar.unit, self._bar.colour = step, f"· {status()}", COLOURS.get(phase)
+            self._bar.set_description_str(f"{phase:8}", refresh=False)
+            self._bar.refresh()
+        except (OSError, ValueError):
+            self._stream = self._bar = None
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._bar is not None:
+            try:
+                self._bar.close()
+            except (OSError, ValueError):
+                self._bar = None
+
+
+LAYOUT_TAG = "custom_scalars__config__"
+LAYOUT = {
+    "Learning": ("learn/loss", "learn/q_mean", "learn/td_error_abs", "learn/grad_norm", "policy/epsilon"),
+    "Returns": ("eval/return_mean", "episode/return", "episode/length_steps"),
+    "Memory by part": (
+        "memory/rss_mib_mean memory/rss_mib_min memory/rss_mib_max",
+        "memory/replay_mib memory/model_mib memory/children_mib memory/unaccounted_mib",
+        "memory/cuda_mib",
+        "memory/limit_mib",
+    ),
+    "Speed": ("speed/steps_per_s", "speed/updates_per_s"),
+}
+"""Groups of charts; a chart is the tags that it draws together."""
+
+
+class Board:
+    """TensorBoard's event files."""
+
+    def __init__(self, folder: Path, start_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._last = cut_events(folder, start_step)
+        self._text_step = start_step + 1
+        purge = start_step + 1 if start_step else None  # for a dashboard that is open and has seen what was cut
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=20)
+        if LAYOUT_TAG not in self._last:
+            charts = {group: {c.split()[0]: ["Multiline", c.split()] for c in tags} for group, tags in LAYOUT.items()}
+            self._writer.add_custom_scalars(charts)
+
+    def scalars(self, step: int, values: dict[str, float]) -> str | None:
+        """Adds points; returns a line for the user if the disk refuses, after which nothing is written."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        new = {tag: value for tag, value in values.items() if step > self._last.get(tag, -1)}
+        self._last.update(dict.fromkeys(new, step))
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in new.items()])
+        return self._try(lambda: self._writer.file_writer.add_summary(summary, step)) if new else None
+
+    def text(self, tag: str, markdown: str) -> None:
+        """Adds a text."""
+        self._try(lambda: self._writer.add_text(tag, markdown, self._text_step))
+
+    def flush(self) -> str | None:
+        """Writes what is pending."""
+        return self._try(lambda: self._writer.flush())
+
+    def close(self) -> str | None:
+        """Closes the file."""
+        return self._try(lambda: self._writer.close())
+
+    def _try(self, write: Callable[[], None]) -> str | None:
+        if self._writer is None:
+            return None
+        try:
+            write()
+        except OSError as error:
+            self._writer = None
+            return f"the dashboard's file: {error.strerror}; the dashboard ends here, training goes on"
+        return None
+
+
+def cut_events(folder: Path, step: int) -> dict[str, int]:
+    """Cuts every event file at its first event beyond `step`, or at a torn one; returns each tag's last step.
+
+    A record is its length (8 bytes), a checksum (4), the event, a checksum (4); within a process steps rise.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    last: dict[str, int] = {}
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        end = 0
+        with path.open("rb") as file:
+            while len(head := file.read(12)) == 12:
+                size = struct.unpack("<Q", head[:8])[0]
+                data = file.read(size + 4) if end + size + 16 <= path.stat().st_size else b""
+                if len(data) < size + 4:
+                    break
+                event = Event.FromString(data[:size])
+                if event.step > step:
+                    break
+                last.update({value.tag: max(event.step, last.get(value.tag, 0)) for value in event.summary.value})
+                end = file.tell()
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+    return last
