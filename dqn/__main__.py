@@ -132,9 +132,9 @@ def _commands() -> dict[str, Any]:
 # Each command imports what it needs: `plan` and a wrong option answer without loading PyTorch.
 def _train(options: argparse.Namespace) -> int:
     from dqn.run import start
+    from dqn.train import train
 
-    wanted = config_of(options)
-    return start(wanted, options.run or Path(options.config).stem, fresh=options.fresh)
+    return start(config_of(options), options.run or Path(options.config).stem, train, fresh=options.fresh)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -153,9 +153,9 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from dqn.report import report
-    from dqn.runlog import run_path
+    from dqn.runlog import existing_run
 
-    print(report([run_path(name) for name in options.runs], options.out))
+    print(report([existing_run(name) for name in options.runs], options.out))
     return budget.FINISHED
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 GENERATIONS = 2
@@ -109,7 +110,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """The newest checkpoint that verifies, and a line for each that does not."""
-    notes = []
+    notes: list[str] = []
     for generation in generations(folder):
         try:
             return load(generation.path), notes
@@ -127,6 +128,26 @@ def load(path: Path) -> dict[str, Any]:
     if _digest(path) != path.stem.partition("-")[2]:
         raise ValueError(f"{path} is damaged: its content differs from the checksum in its name")
     return read_file(path)
+
+
+def to_tensors(value: Any) -> Any:
+    """The same plain containers, with copies of the NumPy arrays as tensors, which `torch.load` takes by default."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: to_tensors(item) for key, item in value.items()}
+    return [to_tensors(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def to_arrays(value: Any) -> Any:
+    """The inverse of `to_tensors`."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, dict):
+        return {key: to_arrays(item) for key, item in value.items()}
+    return [to_arrays(item) for item in value] if isinstance(value, list) else value
 
 
 class Saver:

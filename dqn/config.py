@@ -334,7 +334,8 @@ def _check_together(config: Config) -> None:
         )
     if env.noop_min_frames > env.noop_max_frames:
         raise UsageError(
-            f"env.noop_min_frames is {env.noop_min_frames}; it must not exceed env.noop_max_frames {env.noop_max_frames}"
+            f"env.noop_min_frames is {env.noop_min_frames}; it must not exceed env.noop_max_frames"
+            f" {env.noop_max_frames}"
         )
     if env.backend == "vector" and env.noop_min_frames:
         raise UsageError("env.noop_min_frames above 0 needs env.backend python: the vector emulator draws from 0")
