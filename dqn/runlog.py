@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -25,12 +25,11 @@ from dqn import config
 from dqn.config import Config, UsageError
 from dqn.csvlog import CsvLog
 
-if TYPE_CHECKING:
-    from dqn.atari import TimeStep
-
 RUNS = Path("runs")
-WRITTEN = ("config.yaml", "train.log", "events.out.tfevents.*", "episodes.csv", "memory.csv", "ram_steps.f32")
-WRITTEN += ("checkpoint", "replay", "model.pt", "best.pt", "eval.json", "report.*")
+WRITTEN = (
+    *("config.yaml", "train.log", "events.out.tfevents.*", "episodes.csv", "memory.csv", "ram_steps.f32"),
+    *("checkpoint", "replay", "model.pt", "best.pt", "eval.json", "report.*"),
+)
 """What a run writes in its folder: all that `--fresh` deletes."""
 LOCK = ".lock"
 EPISODES_HEADER = "step,lane,return,length_steps,lives_lost,wall_s"
@@ -74,52 +73,39 @@ class RunFolder:
 
     def __init__(self, name: str, *, fresh: bool = False):
         self.path = run_path(name)
+        self.checkpoint, self.replay = self.path / "checkpoint", self.path / "replay"
         self.fresh = fresh
-        self._lock: int | None = None
+        self._lock = -1
 
     def __enter__(self) -> "RunFolder":
-        if not self.fresh and not self.has_checkpoint and self._content():
-            found = ", ".join(self._content()[:3])
-            raise UsageError(
-                f"{self.path} is not empty ({found}) and holds no checkpoint to go on from; take another --run, or"
-                " --fresh to delete what a run wrote there"
-            )
         try:
+            if not self.fresh and not self.has_checkpoint and self._content():
+                raise UsageError(
+                    f"{self.path} is not empty ({', '.join(self._content()[:3])}) and holds no checkpoint to go on"
+                    " from; take another --run, or --fresh to delete what a run wrote there"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            os.close(self._lock)
+            raise UsageError(f"{self.path} is in use by process {pid}; wait for it, or take another --run") from None
         except OSError as error:
-            raise UsageError(f"{self.path} cannot be written: {error.strerror}; take another --run") from None
-        self._acquire(self._lock)
+            raise UsageError(f"{self.path} cannot be used: {error.strerror}; take another --run") from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         if self.fresh:
             self._delete()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lock is None:
-            return
         if not self._content():  # nothing came of it
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-        self._lock = None
-
-    def _acquire(self, lock: int) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            pid = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            os.close(lock)
-            self._lock = None
-            raise UsageError(f"{self.path} is in use by process {pid}; wait for it, or take another --run") from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
     def _content(self) -> list[str]:
-        try:
-            return sorted(entry.name for entry in self.path.iterdir() if entry.name != LOCK)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UsageError(f"{self.path} cannot be read: {error.strerror}; take another --run") from None
+        return sorted(path.name for path in self.path.iterdir() if path.name != LOCK) if self.path.exists() else []
 
     def _delete(self) -> None:
         for pattern in WRITTEN:
@@ -132,7 +118,7 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether a run could go on from here."""
-        return any((self.path / "checkpoint").glob("*.pt"))
+        return any(self.checkpoint.glob("*.pt"))
 
     def read_config(self) -> dict[str, Any]:
         """The values of the config that the run was started with.
@@ -152,46 +138,13 @@ class RunFolder:
 
 def versions() -> dict[str, str]:
     """The versions of what a run's numbers depend on, and the commit of this source."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "numpy", "ale-py", "opencv-python-headless"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
+    found = {"python": platform.python_version(), "commit": "unknown"}
+    found |= {name: importlib.metadata.version(name) for name in ("torch", "numpy", "ale-py")}
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)
         found["commit"] = result.stdout.strip() or "unknown"
-    except (OSError, subprocess.SubprocessError):
-        found["commit"] = "unknown"
     return found
-
-
-class Games:
-    """Raw return, length and lost lives of the games in flight."""
-
-    def __init__(self, num_envs: int):
-        self.returns = np.zeros(num_envs)
-        self.lengths, self.lives_lost, self.lives = (np.zeros(num_envs, np.int64) for _ in range(3))
-
-    def advance(self, timestep: "TimeStep") -> np.ndarray:
-        """Takes what the last actions brought; returns the lanes whose games are over, their sums still there."""
-        begins = timestep.first
-        lost = np.maximum(self.lives - timestep.lives, 0)
-        self.returns = np.where(begins, 0, self.returns + timestep.reward)
-        self.lengths = np.where(begins, 0, self.lengths + 1)
-        self.lives_lost = np.where(begins, 0, self.lives_lost + lost)
-        self.lives = timestep.lives.astype(np.int64)
-        return np.flatnonzero(timestep.ended)
-
-    def state_dict(self) -> dict[str, list[float]]:
-        """The sums as plain lists."""
-        return {name: values.tolist() for name, values in vars(self).items()}
-
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Goes on with stored sums; a lane whose next row begins a game starts at 0 by itself."""
-        for name, values in state.items():
-            getattr(self, name)[:] = values
 
 
 class RunLog:
@@ -201,53 +154,46 @@ class RunLog:
         folder: the run's folder.
         chosen: the run's config.
         start_step: the step of the checkpoint that the run goes on from, or 0.
-        wall_s_before: running time of the processes before this one.
         process_hours: hours since this process began, which `budget.max_hours` limits.
-        limit_mib: the memory limit or budget that RAM is shown against.
         learning_steps_per_s: a guess for the time to the end until learning has been timed; None: none.
-        stream: the console.
+        stream: the console; None: standard output.
         clock: seconds, for tests.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: RunFolder,
         chosen: Config,
+        start_step: int,
         *,
-        start_step: int = 0,
-        wall_s_before: float = 0.0,
         process_hours: Callable[[], float],
-        limit_mib: float,
         learning_steps_per_s: float | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._clock, self._began = chosen, clock, clock() - wall_s_before
-        self._process_hours, self._limit_mib = process_hours, limit_mib
-        self._log = os.open(folder / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._config, self._clock, self._process_hours = chosen, clock, process_hours
+        self._log = os.open(folder.path / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._console = Console(stream or sys.stdout, chosen.budget.max_steps, start_step)
-        self._board = Board(folder, start_step)
-        self._episodes = CsvLog(folder / "episodes.csv", EPISODES_HEADER, start_step)
-        rows = self._episodes.rows_before
-        self.num_games = len(rows)
-        """Games finished, over all processes."""
-        self.returns = deque((float(row.split(",")[2]) for row in rows[-RECENT_GAMES:]), maxlen=RECENT_GAMES)
-        """Returns of the last 100 games."""
-        self.games = Games(chosen.env.num_envs)
-        self.pace = Pace(chosen, start_step, learning_steps_per_s, clock())
-        self._next_line = self._next_bar = clock()
-        self._next_line_step, self._lines = 0, 0
+        self._board = Board(folder.path, start_step)
+        self._episodes = CsvLog(folder.path / "episodes.csv", EPISODES_HEADER, start_step)
+        rows = self._episodes.rows_before[-RECENT_GAMES:]
+        self.returns = deque((float(row.split(",")[2]) for row in rows), maxlen=RECENT_GAMES)
+        """Returns of the last 100 games, earlier processes' included."""
+        self.pace = Pace(chosen, start_step, learning_steps_per_s, clock)
+        self._start_step, self._lines = start_step, 0
+        self._next_line_s, self._next_bar_s, self._next_line_step = clock(), clock(), 0
         self._warned_of_time = False
 
-    @property
-    def wall_s(self) -> float:
-        """Running time, over all processes."""
-        return self._clock() - self._began
+    def line(self, text: str, *, progress: bool = False) -> None:
+        """A line for the log and the console; where there is a bar, it shows the progress instead."""
+        with suppress(OSError):  # a full disk costs lines of the log; the console still has them
+            os.write(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+        self._console.line(text, progress=progress)
 
-    def say(self, text: str) -> None:
-        """A line for the log and the console."""
-        self._log_only(text)
-        self._console.line(text)
+    def warn(self, text: str | None) -> None:
+        """A line that begins with `warning:`; nothing for None."""
+        if text is not None:
+            self.line(f"warning: {text}")
 
     def describe(self, reference: Config) -> None:
         """Puts the config and its difference from a reference (Nature's) onto the dashboard."""
@@ -259,180 +205,135 @@ class RunLog:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Points of curves; a curve that already has a point at this step or later keeps it."""
-        self._note(self._board.scalars(step, values))
+        self.warn(self._board.scalars(step, values))
 
-    def speeds(self, step: int, updates: int) -> dict[str, float]:
-        """Steps and updates per second of playing and learning since the last call."""
-        return self.pace.speeds(step, updates, self._clock())
+    def episodes(self, steps: np.ndarray, lanes: np.ndarray, games: dict[str, np.ndarray], wall_s: float) -> None:
+        """Finished games: `return`, `length_steps` and `lives_lost`, a value per game in the order of rising steps."""
+        returns, lengths = games["return"].tolist(), games["length_steps"].tolist()
+        lives = games["lives_lost"].tolist()
+        rows = zip(steps.tolist(), lanes.tolist(), (f"{r:g}" for r in returns), lengths, lives)
+        self.warn(self._episodes.append([(*row, f"{wall_s:.1f}") for row in rows]))
+        for step, score, length in zip(steps.tolist(), returns, lengths):
+            self.scalars(step, {"episode/return": score, "episode/length_steps": length})
+        self.returns.extend(returns)
 
-    def advance(self, step: int, timestep: "TimeStep") -> None:
-        """Counts what the iteration that ended at `step` brought; lane i's part of it is step - N + i + 1."""
-        for lane in self.games.advance(timestep):
-            at = step - len(timestep.ended) + int(lane) + 1
-            score, length = float(self.games.returns[lane]), int(self.games.lengths[lane])
-            lives = int(self.games.lives_lost[lane])
-            self._note(self._episodes.append([(at, lane, f"{score:g}", length, lives, f"{self.wall_s:.1f}")]))
-            self.scalars(at, {"episode/return": score, "episode/length_steps": length})
-            self.returns.append(score)
-            self.num_games += 1
-
-    def progress(self, step: int, epsilon: float, rss_mib: float) -> None:
+    def progress(self, step: int, epsilon: float, rss_mib: float, limit_mib: float) -> None:
         """Shows where the run is, if it is time to; call at every iteration."""
-        now = self._clock()
-        if self.pace.advance(step, now):
-            self.say(
-                f"learning begins at step {step:,}: {self.pace.fill_steps:,} steps of filling took"
-                f" {duration(self.pace.seconds['fill'])}, {self.pace.fill_speed:,.0f} steps/s"
+        if self.pace.advance(step):
+            steps, seconds = step - self._start_step, self.pace.active_s
+            self.line(
+                f"learning begins at step {step:,}: filling {steps:,} steps took {duration(seconds)},"
+                f" {steps / max(seconds, 1e-9):,.0f} steps/s"
             )
-        if now >= self._next_bar:
-            self._next_bar = now + 0.3
-            self._console.bar(step, self.pace.phase, lambda: self._status(step, epsilon, rss_mib))
-        if now >= self._next_line and step >= self._next_line_step:
+        now = self._clock()
+        if now >= self._next_bar_s:
+            self._next_bar_s = now + 0.3
+            self._console.bar(step, self.pace.phase, lambda: self._status(epsilon, rss_mib, limit_mib))
+        if now >= self._next_line_s and step >= self._next_line_step:
             self._lines += 1
-            self._next_line = now + (10 if self._lines < 30 else 60)
-            self._next_line_step = step + 500
+            self._next_line_s, self._next_line_step = now + (10 if self._lines < 30 else 60), step + 500
             share = f"{self.pace.phase:5} {step:,} of {self._config.budget.max_steps:,}"
-            text = f"{share} · {self._status(step, epsilon, rss_mib)}"
-            self._log_only(text)
-            self._console.line(text, progress=True)
+            self.line(f"{share} · {self._status(epsilon, rss_mib, limit_mib)}", progress=True)
             self._warn_of_time(step)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Marks the time inside the block as `evaluate` or `save`, which steps/s leaves out."""
-        before = self.pace.switch(phase, self._clock())
-        self._console.bar(self.pace.step, phase, lambda: phase)
+        before = self.pace.phase
+        self.pace.book(phase)
+        self._console.bar(self.pace.step, phase, lambda: "")
         try:
             yield
         finally:
-            self.pace.switch(before, self._clock())
+            self.pace.book(before)
 
     def flush(self) -> None:
         """Sees that the dashboard's points are in their file: a checkpoint covers them."""
-        self._note(self._board.flush())
+        self.warn(self._board.flush())
 
     def close(self) -> None:
         """Closes all files and the progress bar."""
         self._console.close()
-        self._note(self._board.close())
+        self.warn(self._board.close())
         self._episodes.close()
         os.close(self._log)
 
-    def _status(self, step: int, epsilon: float, rss_mib: float) -> str:
+    def _status(self, epsilon: float, rss_mib: float, limit_mib: float) -> str:
         score = f"return {np.mean(self.returns):.1f} ({len(self.returns)} games)" if self.returns else "no game yet"
-        ram = f"RAM {rss_mib / 1024:.2f}/{self._limit_mib / 1024:.1f} GiB"
         hours = self._config.budget.max_hours
         limit = "" if hours is None else f", limit in {duration(3600 * (hours - self._process_hours()))}"
-        end = self.pace.text_to_end(step, self._clock())
-        return f"{self.pace.speed:,.0f} steps/s · {score} · {ram} · ε {epsilon:.3f} · {end}{limit}"
+        ram = f"RAM {rss_mib / 1024:.2f}/{limit_mib / 1024:.1f} GiB"
+        return f"{self.pace.speed:,.0f} steps/s · {score} · {ram} · ε {epsilon:.3f} · {self.pace.text_to_end()}{limit}"
 
     def _warn_of_time(self, step: int) -> None:
-        hours, left = self._config.budget.max_hours, self.pace.seconds_to_end(step, self._clock())
+        hours, left = self._config.budget.max_hours, self.pace.seconds_to_end()
         if self._warned_of_time or hours is None or left is None or step < 20_000 or not self.pace.settled:
             return
         room = 3600 * (hours - self._process_hours())
         if left > room:
             self._warned_of_time = True
-            self.say(
-                f"warning: at this speed the end is {duration(left)} away and budget.max_hours {hours:g} leaves"
+            self.warn(
+                f"at this speed the end is {duration(left)} away and budget.max_hours {hours:g} leaves"
                 f" {duration(room)}: the run will stop with a checkpoint, and the same command goes on from it"
             )
 
-    def _log_only(self, text: str) -> None:
-        with suppress(OSError):  # a full disk costs lines of the log; the console still has them
-            os.write(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
-
-    def _note(self, problem: str | None) -> None:
-        if problem:
-            self.say(f"warning: {problem}")
-
 
 class Pace:
-    """Where the time goes: seconds per phase, speeds, the time to the end."""
+    """Where the time goes: the phase, the speed, the time to the end."""
 
-    def __init__(self, chosen: Config, start_step: int, learning_steps_per_s: float | None, now: float):
+    def __init__(self, chosen: Config, start_step: int, learning_steps_per_s: float | None, clock: Callable[[], float]):
         self._starts, self._max_steps = chosen.learner.learning_starts_steps, chosen.budget.max_steps
-        self._guess = learning_steps_per_s
-        self.step = start_step
-        self.phase = "learn" if start_step > self._starts else "fill"
-        self.seconds = dict.fromkeys(("fill", "learn", "evaluate", "save"), 0.0)
-        self.fill_steps = self.learn_steps = 0
-        self._since, self._begin = now, now
-        self._last = (start_step, 0, 0.0)
+        self._guess, self._clock = learning_steps_per_s, clock
+        self.step, self.phase = start_step, "fill" if start_step < self._starts else "learn"
+        self.active_s = 0.0
+        """Seconds of filling and learning, evaluating and saving left out."""
+        self._began = self._since = clock()
         self._samples: deque[tuple[float, int]] = deque([(0.0, start_step)], maxlen=90)
 
-    def advance(self, step: int, now: float) -> bool:
-        """Counts steps; returns whether learning begins with this one."""
-        if self.phase == "fill":
-            self.fill_steps += step - self.step
-        else:
-            self.learn_steps += step - self.step
+    def book(self, phase: str) -> None:
+        """Counts the time so far for its phase, and changes the phase."""
+        now = self._clock()
+        self.active_s += now - self._since if self.phase in ("fill", "learn") else 0.0
+        self._since, self.phase = now, phase
+
+    def advance(self, step: int) -> bool:
+        """Goes on to a step; returns whether learning begins with it."""
+        begins = self.phase == "fill" and step >= self._starts
+        self.book("learn" if begins else self.phase)
         self.step = step
-        begins = self.phase == "fill" and step > self._starts
-        self.switch("learn" if begins else self.phase, now)
         if begins:
             self._samples.clear()
-        active = self.seconds["fill"] + self.seconds["learn"]
-        if not self._samples or active >= self._samples[-1][0] + 10:
-            self._samples.append((active, step))
-        return begins and self.fill_steps > 0
-
-    def switch(self, phase: str, now: float) -> str:
-        """Books the time so far and changes the phase; returns the one before."""
-        before = self.phase
-        self.seconds[before] += now - self._since
-        self._since, self.phase = now, phase
-        return before
-
-    def speeds(self, step: int, updates: int, now: float) -> dict[str, float]:
-        """Speeds since the last call."""
-        self.switch(self.phase, now)
-        active = self.seconds["fill"] + self.seconds["learn"]
-        last_step, last_updates, last_active = self._last
-        self._last = (step, updates, active)
-        seconds = max(active - last_active, 1e-9)
-        return {
-            "speed/steps_per_s": (step - last_step) / seconds,
-            "speed/updates_per_s": (updates - last_updates) / seconds,
-        }
-
-    @property
-    def fill_speed(self) -> float:
-        """Steps per second of filling."""
-        return self.fill_steps / max(self.seconds["fill"], 1e-9)
+        if begins or self.active_s >= self._samples[-1][0] + 10:
+            self._samples.append((self.active_s, step))
+        return begins
 
     @property
     def speed(self) -> float:
-        """Steps per second of this phase over the last quarter of an hour, evaluating and saving left out."""
-        active = self.seconds["fill"] + self.seconds["learn"]
-        then, step = self._samples[0]
-        return (self.step - step) / max(active - then, 1e-9)
+        """Steps per second of this phase over the last quarter of an hour."""
+        active_s, step = self._samples[0]
+        return (self.step - step) / max(self.active_s - active_s, 1e-9)
 
     @property
     def settled(self) -> bool:
         """Whether the speed is that of more than a moment."""
         return self.step - self._samples[0][1] >= 1_000
 
-    def seconds_to_end(self, step: int, now: float) -> float | None:
+    def seconds_to_end(self) -> float | None:
         """An estimate of the time to the last step, evaluations at their share so far; None while nothing is known."""
-        speed = self.speed
+        speed, left = self.speed, self._max_steps - self.step
         if speed <= 0:
             return None
-        filling = max(0, self._starts - step) if self.phase == "fill" else 0
-        filling = min(filling, self._max_steps - step)
-        learning = self._max_steps - step - filling
+        filling = min(left, max(0, self._starts - self.step)) if self.phase == "fill" else 0
         later = self._guess if filling and self._guess else speed
-        active = self.seconds["fill"] + self.seconds["learn"]
-        others = (now - self._begin) / active if active > 60 else 1.0
-        return (filling / speed + learning / later) * max(1.0, others)
+        others = (self._since - self._began) / self.active_s if self.active_s > 60 else 1.0
+        return (filling / speed + (left - filling) / later) * others
 
-    def text_to_end(self, step: int, now: float) -> str:
+    def text_to_end(self) -> str:
         """The time to the end in words."""
-        left = self.seconds_to_end(step, now)
+        left = self.seconds_to_end()
         if left is None:
             return "time to the end unknown"
-        sure = self.phase != "fill" or self._guess is not None
-        return f"end in {'' if sure else 'more than '}{duration(left)}"
+        return f"end in {'more than ' if self.phase == 'fill' and self._guess is None else ''}{duration(left)}"
 
 
 def duration(seconds: float) -> str:
@@ -450,48 +351,38 @@ class Console:
     """A progress bar on a terminal, short lines elsewhere; a console that has gone away is no reason to stop."""
 
     def __init__(self, stream: TextIO, max_steps: int, start_step: int):
-        self._stream: TextIO | None = stream
-        self._bar: Any = None
+        self._stream, self._bar = stream, None
         if stream.isatty():
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # no thread of its own
             shape = "{desc}{percentage:5.1f}% |{bar:16}| {n_fmt}/{total_fmt} {unit}"
-            self._bar = tqdm(
-                total=max_steps, initial=start_step, file=stream, dynamic_ncols=True, unit_scale=True, bar_format=shape
-            )
+            options: dict[str, Any] = {"dynamic_ncols": True, "unit_scale": True, "bar_format": shape}
+            self._bar = tqdm(total=max_steps, initial=start_step, file=stream, **options)
 
     def line(self, text: str, *, progress: bool = False) -> None:
         """Prints a line; a progress line only where there is no bar."""
-        if self._stream is None or (progress and self._bar is not None):
-            return
-        text = text.encode(self._stream.encoding or "utf-8", "replace").decode(self._stream.encoding or "utf-8")
-        try:
-            if self._bar is not None:
-                self._bar.write(text, file=self._stream)
-            else:
+        encoding = self._stream.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        with suppress(OSError, ValueError):
+            if self._bar is None:
                 print(text, file=self._stream, flush=True)
-        except (OSError, ValueError):
-            self._stream = self._bar = None
+            elif not progress:
+                self._bar.write(text, file=self._stream)
 
     def bar(self, step: int, phase: str, status: Callable[[], str]) -> None:
         """Moves the bar."""
-        if self._bar is None:
-            return
-        try:
-            self._bar.n, self._bar.unit, self._bar.colour = step, f"· {status()}", COLOURS.get(phase)
-            self._bar.set_description_str(f"{phase:8}", refresh=False)
-            self._bar.refresh()
-        except (OSError, ValueError):
-            self._stream = self._bar = None
+        if self._bar is not None:
+            with suppress(OSError, ValueError):
+                self._bar.n, self._bar.unit, self._bar.colour = step, f"· {status()}", COLOURS[phase]
+                self._bar.set_description_str(f"{phase:8}", refresh=False)
+                self._bar.refresh()
 
     def close(self) -> None:
         """Leaves the bar as it stands."""
         if self._bar is not None:
-            try:
+            with suppress(OSError, ValueError):
                 self._bar.close()
-            except (OSError, ValueError):
-                self._bar = None
 
 
 LAYOUT_TAG = "custom_scalars__config__"
