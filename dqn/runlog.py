@@ -17,13 +17,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
 from dqn import config
 from dqn.config import Config, UsageError
 from dqn.csvlog import CsvLog
+
+if TYPE_CHECKING:
+    from dqn.atari import TimeStep
 
 RUNS = Path("runs")
 WRITTEN = (
@@ -73,7 +76,6 @@ class RunFolder:
 
     def __init__(self, name: str, *, fresh: bool = False):
         self.path = run_path(name)
-        self.checkpoint, self.replay = self.path / "checkpoint", self.path / "replay"
         self.fresh = fresh
         self._lock = -1
 
@@ -118,7 +120,7 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether a run could go on from here."""
-        return any(self.checkpoint.glob("*.pt"))
+        return any((self.path / "checkpoint").glob("*.pt"))
 
     def read_config(self) -> dict[str, Any]:
         """The values of the config that the run was started with.
@@ -147,6 +149,32 @@ def versions() -> dict[str, str]:
     return found
 
 
+class Games:
+    """Raw return, length in steps and lost lives of the games in flight, a value a lane."""
+
+    def __init__(self, num_envs: int):
+        self.returns = np.zeros(num_envs)
+        self.lengths, self.lives_lost, self.lives = (np.zeros(num_envs, np.int64) for _ in range(3))
+
+    def advance(self, timestep: "TimeStep") -> np.ndarray:
+        """Takes what the last actions brought; returns the lanes whose games are over, their sums still there."""
+        lost = np.maximum(self.lives - timestep.lives, 0)
+        self.returns = np.where(timestep.first, 0, self.returns + timestep.reward)
+        self.lengths = np.where(timestep.first, 0, self.lengths + 1)
+        self.lives_lost = np.where(timestep.first, 0, self.lives_lost + lost)
+        self.lives = timestep.lives.astype(np.int64)
+        return np.flatnonzero(timestep.ended)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The sums as plain lists."""
+        return {name: values.tolist() for name, values in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Goes on with stored sums; a lane whose next row begins a game starts at 0 by itself."""
+        for name, values in state.items():
+            getattr(self, name)[:] = values
+
+
 class RunLog:
     """Log, dashboard, games and progress of one process of a run.
 
@@ -155,6 +183,8 @@ class RunLog:
         chosen: the run's config.
         start_step: the step of the checkpoint that the run goes on from, or 0.
         process_hours: hours since this process began, which `budget.max_hours` limits.
+        limit_mib: the limit or budget that RAM is shown against.
+        wall_s_before: running time of the processes before this one.
         learning_steps_per_s: a guess for the time to the end until learning has been timed; None: none.
         stream: the console; None: standard output.
         clock: seconds, for tests.
@@ -162,38 +192,45 @@ class RunLog:
 
     def __init__(
         self,
-        folder: RunFolder,
+        folder: Path,
         chosen: Config,
-        start_step: int,
         *,
+        start_step: int,
         process_hours: Callable[[], float],
+        limit_mib: float,
+        wall_s_before: float = 0.0,
         learning_steps_per_s: float | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config, self._clock, self._process_hours = chosen, clock, process_hours
-        self._log = os.open(folder.path / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._limit_mib, self._began = limit_mib, clock() - wall_s_before
+        self._log = os.open(folder / "train.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._console = Console(stream or sys.stdout, chosen.budget.max_steps, start_step)
-        self._board = Board(folder.path, start_step)
-        self._episodes = CsvLog(folder.path / "episodes.csv", EPISODES_HEADER, start_step)
-        rows = self._episodes.rows_before[-RECENT_GAMES:]
-        self.returns = deque((float(row.split(",")[2]) for row in rows), maxlen=RECENT_GAMES)
-        """Returns of the last 100 games, earlier processes' included."""
+        self._board = Board(folder, start_step)
+        self._episodes = CsvLog(folder / "episodes.csv", EPISODES_HEADER, start_step)
+        rows = self._episodes.rows_before
+        self.num_games = len(rows)
+        """Games finished, earlier processes' included."""
+        self.returns = deque((float(row.split(",")[2]) for row in rows[-RECENT_GAMES:]), maxlen=RECENT_GAMES)
+        """Returns of the last 100 of them."""
+        self.games = Games(chosen.env.num_envs)
         self.pace = Pace(chosen, start_step, learning_steps_per_s, clock)
+        self._then: tuple[int, int, float] | None = None
         self._start_step, self._lines = start_step, 0
         self._next_line_s, self._next_bar_s, self._next_line_step = clock(), clock(), 0
         self._warned_of_time = False
 
-    def line(self, text: str, *, progress: bool = False) -> None:
+    @property
+    def wall_s(self) -> float:
+        """Running time, earlier processes' included."""
+        return self._clock() - self._began
+
+    def say(self, text: str, *, progress: bool = False) -> None:
         """A line for the log and the console; where there is a bar, it shows the progress instead."""
         with suppress(OSError):  # a full disk costs lines of the log; the console still has them
             os.write(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
         self._console.line(text, progress=progress)
-
-    def warn(self, text: str | None) -> None:
-        """A line that begins with `warning:`; nothing for None."""
-        if text is not None:
-            self.line(f"warning: {text}")
 
     def describe(self, reference: Config) -> None:
         """Puts the config and its difference from a reference (Nature's) onto the dashboard."""
@@ -205,35 +242,48 @@ class RunLog:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Points of curves; a curve that already has a point at this step or later keeps it."""
-        self.warn(self._board.scalars(step, values))
+        self._warn(self._board.scalars(step, values))
 
-    def episodes(self, steps: np.ndarray, lanes: np.ndarray, games: dict[str, np.ndarray], wall_s: float) -> None:
-        """Finished games: `return`, `length_steps` and `lives_lost`, a value per game in the order of rising steps."""
-        returns, lengths = games["return"].tolist(), games["length_steps"].tolist()
-        lives = games["lives_lost"].tolist()
-        rows = zip(steps.tolist(), lanes.tolist(), (f"{r:g}" for r in returns), lengths, lives)
-        self.warn(self._episodes.append([(*row, f"{wall_s:.1f}") for row in rows]))
-        for step, score, length in zip(steps.tolist(), returns, lengths):
-            self.scalars(step, {"episode/return": score, "episode/length_steps": length})
-        self.returns.extend(returns)
+    def speeds(self, step: int, updates: int) -> dict[str, float]:
+        """Steps and updates per second since the last call, evaluating and saving left out; the first call has none."""
+        then, self._then = self._then, (step, updates, self.pace.active_s)
+        if then is None:
+            return {}
+        seconds = max(self._then[2] - then[2], 1e-9)
+        return {"speed/steps_per_s": (step - then[0]) / seconds, "speed/updates_per_s": (updates - then[1]) / seconds}
 
-    def progress(self, step: int, epsilon: float, rss_mib: float, limit_mib: float) -> None:
+    def advance(self, step: int, timestep: "TimeStep") -> None:
+        """Counts what the iteration that ended at `step` brought; lane i's part of it is step - N + i + 1."""
+        lanes = self.games.advance(timestep)
+        if not len(lanes):
+            return
+        steps, games = (step - len(timestep.ended) + lanes + 1).tolist(), self.games
+        columns = zip(steps, lanes, games.returns[lanes].tolist(), games.lengths[lanes], games.lives_lost[lanes])
+        rows = [(at, lane, f"{score:g}", *counts, f"{self.wall_s:.1f}") for at, lane, score, *counts in columns]
+        self._warn(self._episodes.append(rows))
+        for at, lane in zip(steps, lanes):
+            values = {"episode/return": games.returns[lane], "episode/length_steps": games.lengths[lane]}
+            self.scalars(at, values)
+        self.returns.extend(games.returns[lanes].tolist())
+        self.num_games += len(lanes)
+
+    def progress(self, step: int, epsilon: float, rss_mib: float) -> None:
         """Shows where the run is, if it is time to; call at every iteration."""
         if self.pace.advance(step):
             steps, seconds = step - self._start_step, self.pace.active_s
-            self.line(
+            self.say(
                 f"learning begins at step {step:,}: filling {steps:,} steps took {duration(seconds)},"
                 f" {steps / max(seconds, 1e-9):,.0f} steps/s"
             )
         now = self._clock()
         if now >= self._next_bar_s:
             self._next_bar_s = now + 0.3
-            self._console.bar(step, self.pace.phase, lambda: self._status(epsilon, rss_mib, limit_mib))
+            self._console.bar(step, self.pace.phase, lambda: self._status(epsilon, rss_mib))
         if now >= self._next_line_s and step >= self._next_line_step:
             self._lines += 1
             self._next_line_s, self._next_line_step = now + (10 if self._lines < 30 else 60), step + 500
             share = f"{self.pace.phase:5} {step:,} of {self._config.budget.max_steps:,}"
-            self.line(f"{share} · {self._status(epsilon, rss_mib, limit_mib)}", progress=True)
+            self.say(f"{share} · {self._status(epsilon, rss_mib)}", progress=True)
             self._warn_of_time(step)
 
     @contextmanager
@@ -249,20 +299,24 @@ class RunLog:
 
     def flush(self) -> None:
         """Sees that the dashboard's points are in their file: a checkpoint covers them."""
-        self.warn(self._board.flush())
+        self._warn(self._board.flush())
 
     def close(self) -> None:
         """Closes all files and the progress bar."""
         self._console.close()
-        self.warn(self._board.close())
+        self._warn(self._board.close())
         self._episodes.close()
         os.close(self._log)
 
-    def _status(self, epsilon: float, rss_mib: float, limit_mib: float) -> str:
+    def _warn(self, problem: str | None) -> None:
+        if problem is not None:
+            self.say(f"warning: {problem}")
+
+    def _status(self, epsilon: float, rss_mib: float) -> str:
         score = f"return {np.mean(self.returns):.1f} ({len(self.returns)} games)" if self.returns else "no game yet"
         hours = self._config.budget.max_hours
         limit = "" if hours is None else f", limit in {duration(3600 * (hours - self._process_hours()))}"
-        ram = f"RAM {rss_mib / 1024:.2f}/{limit_mib / 1024:.1f} GiB"
+        ram = f"RAM {rss_mib / 1024:.2f}/{self._limit_mib / 1024:.1f} GiB"
         return f"{self.pace.speed:,.0f} steps/s · {score} · {ram} · ε {epsilon:.3f} · {self.pace.text_to_end()}{limit}"
 
     def _warn_of_time(self, step: int) -> None:
@@ -272,7 +326,7 @@ class RunLog:
         room = 3600 * (hours - self._process_hours())
         if left > room:
             self._warned_of_time = True
-            self.warn(
+            self._warn(
                 f"at this speed the end is {duration(left)} away and budget.max_hours {hours:g} leaves"
                 f" {duration(room)}: the run will stop with a checkpoint, and the same command goes on from it"
             )
