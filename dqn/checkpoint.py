@@ -115,7 +115,7 @@ def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         try:
             return load(generation.path), notes
         except ValueError as error:
-            notes.append(f"{error}; the generation before it is tried")
+            notes.append(str(error))
     return None, notes
 
 

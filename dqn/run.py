@@ -27,6 +27,8 @@ from dqn.preprocessing import FrameStack
 from dqn.replay import Replay
 from dqn.runlog import RunFolder, RunLog
 
+RETRY_SAVE_S = 60.0
+"""Seconds from a save that failed to the next try."""
 NATURE = Path(__file__).parent.parent / "configs" / "nature.yaml"
 
 
@@ -92,14 +94,16 @@ class Run:
         self._checkpoints, self._replay_folder = folder.path / "checkpoint", folder.path / "replay"
         self._checkpoints.mkdir(exist_ok=True)
         state, notes = checkpoint.load_newest(self._checkpoints)
+        if notes and not state:
+            raise UsageError(f"{folder.path}: no checkpoint is whole ({notes[0]}); --fresh begins anew")
         self.step = self.saved_step = state["step"] if state else 0
         self._assemble(state)
         self._open_logs(state["wall_s"] if state else 0.0)
         for note in notes:
-            self.log.say(f"warning: {note}")
+            self.log.say(f"warning: {note}; the checkpoint before it is used")
         manifests = self._continue(state) if state else self._begin()
         self._saver = checkpoint.Saver(self._checkpoints, self._replay_folder, manifests)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._save_after = time.monotonic(), 0.0
         folder.write_config(config)
         if not state:
             self.save()  # so that whatever happens next, the same command goes on
@@ -219,6 +223,9 @@ class Run:
             self.log.say(f"finished: {self.step:,} steps, {self.updates:,} updates, {self.log.num_games:,} games")
             return exits.FINISHED
         self.save(wait=True)
+        if not checkpoint.generations(self._checkpoints):
+            self.log.say(f"error: stopped at step {self.step:,} ({self.budget.stop_reason}) without any checkpoint")
+            return exits.FAILED
         self.log.say(
             f"stopped early at step {self.step:,} ({self.budget.stop_reason}); the same command goes on from step"
             f" {self.saved_step:,}"
@@ -236,8 +243,10 @@ class Run:
         if self._passed(self.config.evaluation.period_steps, self.evaluated_step):
             self._evaluate()
         period_s = self.config.checkpoint.period_seconds
-        late = period_s is not None and time.monotonic() - self._saved_at > period_s
-        if (late or self._passed(self.config.checkpoint.period_steps, self.saved_step)) and not self._saver.busy:
+        now = time.monotonic()
+        late = period_s is not None and now - self._saved_at > period_s
+        due = late or self._passed(self.config.checkpoint.period_steps, self.saved_step)
+        if due and now > self._save_after and not self._saver.busy:
             self.save()
         return not self.budget.must_stop()
 
@@ -350,10 +359,9 @@ class Run:
             self.replay.collect(result.manifests)
             return
         good = checkpoint.generations(self._checkpoints)
-        self.saved_step = good[0].step if good else 0
-        self.log.say(
-            f"warning: saving at step {result.step:,} failed: {result.error}; the checkpoint of step {self.saved_step:,} stays"
-        )
+        self.saved_step, self._save_after = good[0].step if good else 0, time.monotonic() + RETRY_SAVE_S
+        stays = f"the checkpoint of step {self.saved_step:,} stays" if good else "there is no earlier checkpoint"
+        self.log.say(f"warning: saving at step {result.step:,} failed: {result.error}; {stays}, training goes on")
 
     def close(self) -> None:
         """Waits for what is being written and closes everything."""
