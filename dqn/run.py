@@ -106,7 +106,8 @@ class Run:
         self._saved_at, self._save_after = time.monotonic(), 0.0
         folder.write_config(config)
         if not state:
-            self.save()  # so that whatever happens next, the same command goes on
+            self.save(wait=True)  # so that whatever happens next, the same command goes on
+        folder.has_begun()
 
     def _assemble(self, state: dict[str, Any] | None) -> None:
         config = self.config

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from dqn import config
+from dqn.checkpoint import generations
 from dqn.config import Config, UsageError
 from dqn.csvlog import CsvLog
 
@@ -35,6 +36,8 @@ WRITTEN = (
 )
 """What a run writes in its folder: all that `--fresh` deletes."""
 LOCK = ".lock"
+STARTED = ".started"
+"""Marks a folder that was empty when a run began in it and that holds no checkpoint yet: the run may begin again."""
 EPISODES_HEADER = "step,lane,return,length_steps,lives_lost,wall_s"
 RECENT_GAMES = 100
 
@@ -80,8 +83,9 @@ class RunFolder:
         self._lock = -1
 
     def __enter__(self) -> "RunFolder":
+        begun = (self.path / STARTED).exists()
         try:
-            if not self.fresh and not self.has_checkpoint and self._content():
+            if not self.fresh and not self.has_checkpoint and self._content() and not begun:
                 raise UsageError(
                     f"{self.path} is not empty ({', '.join(self._content()[:3])}) and holds no checkpoint to go on"
                     " from; take another --run, or --fresh to delete what a run wrote there"
@@ -97,8 +101,10 @@ class RunFolder:
             raise UsageError(f"{self.path} cannot be used: {error.strerror}; take another --run") from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-        if self.fresh:
+        if self.fresh or (begun and not self.has_checkpoint):
             self._delete()
+        if not self.has_checkpoint:
+            (self.path / STARTED).touch()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,8 +112,13 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
+    def has_begun(self) -> None:
+        """Notes that the first checkpoint is there."""
+        (self.path / STARTED).unlink(missing_ok=True)
+
     def _content(self) -> list[str]:
-        return sorted(path.name for path in self.path.iterdir() if path.name != LOCK) if self.path.exists() else []
+        names = [path.name for path in self.path.iterdir()] if self.path.exists() else []
+        return sorted(set(names) - {LOCK, STARTED})
 
     def _delete(self) -> None:
         for pattern in WRITTEN:
@@ -120,7 +131,7 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether a run could go on from here."""
-        return any((self.path / "checkpoint").glob("*.pt"))
+        return bool(generations(self.path / "checkpoint"))
 
     def read_config(self) -> dict[str, Any]:
         """The values of the config that the run was started with.
