@@ -326,7 +326,7 @@ def _draw_speed(axes: Axes, runs: list[Run]) -> None:
     axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
     axes.set(ylabel="steps/s", xlabel="steps (one step is one decision of a game: 4 frames)")
     axes.set_title("Speed, evaluation and saving included")
-    axes.legend(loc="upper right", fontsize=9, ncols=4)
+    axes.legend(loc="upper right", fontsize=9, ncols=6)
 
 
 def _score(final: dict[str, Any]) -> str:
