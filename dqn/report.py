@@ -11,6 +11,7 @@ run in progress can be reported, and one that has only begun: what is absent is 
 import csv
 import itertools
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,38 +42,12 @@ STYLE: dict[Any, Any] = {f"axes.spines.{side}": False for side in ("right", "top
     **{"axes.axisbelow": True, "axes.titlelocation": "left", "axes.titleweight": "bold", "legend.frameon": False},
 }
 PROTOCOL = [name for name in LEAVES if name.startswith(("env.", "evaluation."))]
-TEXT = """# DQN on {game}
-
-![learning, RAM and speed over steps](report.png)
-
-| run | seed | steps | hours | games | last 100 | best 100 | evaluation | human-normalised | RAM |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-{rows}
-
-Returns are raw scores of whole games. *Last* and *best 100* games are of training, with the ε of that moment;
-*evaluation* is `eval.json`, mean ± standard deviation. Human-normalised: 0 % plays at random, 100 % like the human of
-Mnih et al. 2015. RAM is the highest resident size of any window, child processes included.
-
-## Protocol
-
-Minimal action set; a step is one decision of one game.
-
-{protocol}
-
-## Published curves in the picture
-
-{curves}
-
-## What differs from `configs/nature.yaml`
-
-| value | nature.yaml | here |
-| --- | --- | --- |
-{differences}
-
-## Versions
-
-{versions}
-"""
+RESULTS = ("run", "seed", "steps", "hours", "games", "last 100", "best 100", "evaluation", "human-normalised", "RAM")
+NOTE = (
+    "Returns are raw scores of whole games. *Last* and *best 100* games are of training, with the ε of that moment;"
+    " *evaluation* is `eval.json`, mean ± standard deviation. Human-normalised: 0 % plays at random, 100 % like the"
+    " human of Mnih et al. 2015. RAM is the highest resident size of any window, child processes included."
+)
 Columns = dict[str, np.ndarray]
 
 
@@ -336,26 +311,35 @@ def _score(final: dict[str, Any]) -> str:
 def _describe(runs: list[Run], references: list[tuple[dict[str, str], np.ndarray]]) -> str:
     config = runs[0].config
     nature = {name: default_of(name) for name in LEAVES} | read_yaml(ROOT / "configs" / "nature.yaml")
-    protocol = [f"- `{name}`: {config[name]} ({LEAVES[name].metadata['text']})" for name in PROTOCOL]
-    protocol += [f"- {run.name}, as evaluated: {run.final['protocol']}" for run in runs if "protocol" in run.final]
+    differences = [(f"`{name}`", nature[name], config[name]) for name in LEAVES if config[name] != nature[name]]
+    protocol = [f"`{name}`: {config[name]} ({LEAVES[name].metadata['text']})" for name in PROTOCOL]
+    protocol += [f"{run.name}, as evaluated: {run.final['protocol']}" for run in runs if "protocol" in run.final]
     curves = []
     for facts, _ in references:
         header = (REFERENCE / facts["file"]).read_text(encoding="utf-8").splitlines()[:3]
-        curves.append(f"- **{facts['label']}**: {' '.join(line[2:] for line in header if line[0] == '#')}")
-    return TEXT.format(
-        game=config["env.game"],
-        rows="\n".join(map(_row, runs)),
-        protocol="\n".join(protocol),
-        curves="\n".join(curves) or "None: `benchmarks/reference` has no curve of this game under a like protocol.",
-        differences="\n".join(f"| `{n}` | {nature[n]} | {config[n]} |" for n in LEAVES if config[n] != nature[n]),
-        versions="\n".join(f"- {run.name}: {note}" for run in runs for note in run.notes),
-    )
+        curves.append(f"**{facts['label']}**: {' '.join(line[2:] for line in header if line[0] == '#')}")
+    absent = ["none: `benchmarks/reference` has no curve of this game under a like protocol"]
+    sections = [f"# DQN on {config['env.game']}", "![learning, RAM and speed over steps](report.png)"]
+    sections += [_table(RESULTS, map(_row, runs)), NOTE]
+    sections += ["## Protocol", "Minimal action set; a step is one decision of one game.", _list(protocol)]
+    sections += ["## Published curves in the picture", _list(curves or absent)]
+    sections += ["## What differs from `configs/nature.yaml`", _table(("value", "nature.yaml", "here"), differences)]
+    sections += ["## Versions", _list(f"{run.name}: {note}" for run in runs for note in run.notes)]
+    return "\n\n".join(sections) + "\n"
 
 
-def _row(run: Run) -> str:
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows))
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _row(run: Run) -> list[object]:
     (steps, hours), (_, curve), final = run.clock, run.curve, run.final
     normal = human_normalised(run.config["env.game"], final["return_mean"]) if final else None
     cells = [run.name, run.config["seed"], f"{int(steps[-1]):,}", f"{hours[-1]:.2f}", len(curve)]
     cells += [f"{curve[-1]:.1f}", f"{curve[WINDOW_GAMES - 1 :].max(initial=curve[-1]):.1f}"] if len(curve) else ["", ""]
     cells += [_score(final) if final else "", "" if normal is None else f"{100 * normal:.0f} %"]
-    return f"| {' | '.join(map(str, cells))} | {run.peak_mib.max():.0f} MiB |"
+    return [*cells, f"{run.peak_mib.max():.0f} MiB"]
