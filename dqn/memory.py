@@ -319,15 +319,15 @@ class MemoryLog:
 class GrowthDetector:
     """Tells a leak from noise, by the lowest RSS of each `point_steps` or more.
 
-    An allocator keeps what a first checkpoint or evaluation needed: a stair, not a leak. A start warms up: steep, then
-    flat. A thread that compresses comes and goes: spikes, which the lowest value of a window leaves out. So growth must
-    be steep enough, large enough, stand out of the scatter around its line, show in nearly each eighth of the time
-    seen, and not slow down.
+    An allocator keeps what a first checkpoint or evaluation needed: a stair, not a leak, and the largest is left out.
+    A start warms up: steep, then flat. A thread that compresses comes and goes: spikes, which a window's lowest value
+    leaves out. So growth must be steep enough, large enough, stand out of the scatter around its line, show in nearly
+    each eighth of the time seen, and not slow down.
     """
 
     FEWEST_POINTS = 16
     MOST_POINTS = 200
-    SMALLEST_GROWTH_MIB = 8.0
+    SMALLEST_GROWTH_MIB = 10.0
 
     def __init__(self, threshold_mib: float, point_steps: int):
         self.slope: float | None = None
@@ -347,6 +347,7 @@ class GrowthDetector:
         if len(self._points) < self.FEWEST_POINTS:
             return None
         times, values = np.array([point[0] for point in self._points]), np.array([point[1] for point in self._points])
+        values = without_largest_stair(values)
         self.slope = theil_sen(times, values)
         if not self._is_leak(times, values, self.slope):
             return None
@@ -359,7 +360,7 @@ class GrowthDetector:
         if slope <= self._threshold or growth < max(self.SMALLEST_GROWTH_MIB, 4 * scatter):
             return False
         eighths = np.array([np.median(part) for part in np.array_split(values, 8)])
-        rising = int(np.sum(np.diff(eighths) > 0.25 * growth / 8))
+        rising = int(np.sum(np.diff(eighths) > 0.4 * growth / 8))
         earlier, later = eighths[3:5].mean() - eighths[:2].mean(), eighths[-2:].mean() - eighths[3:5].mean()
         return rising >= 6 and later > 0.6 * earlier
 
@@ -371,6 +372,15 @@ class GrowthDetector:
         if name and slopes[name] > 0.5 * (self.slope or 0.0):
             return f"{name} grows by {slopes[name]:.1f}"
         return "unaccounted growth: not in any known part"
+
+
+def without_largest_stair(values: np.ndarray) -> np.ndarray:
+    """A series whose steepest rise between neighbours is made an ordinary one; lone spikes go first."""
+    smooth = np.median([values[:-2], values[1:-1], values[2:]], axis=0)
+    rises = np.diff(smooth)
+    rises[np.argmax(rises)] = np.median(rises)
+    levels = smooth[0] + np.concatenate([[0.0], np.cumsum(rises)])
+    return np.concatenate([levels[:1], levels, levels[-1:]])
 
 
 def theil_sen(x: np.ndarray, y: np.ndarray) -> float:
