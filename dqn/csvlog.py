@@ -56,6 +56,10 @@ class CsvLog:
             return f"{self.path.name}: {error.strerror}; its rows are lost until the disk takes them" if first else None
         return None
 
+    def sync(self) -> None:
+        """Sees the rows onto the disk."""
+        os.fsync(self._fd)
+
     def close(self) -> None:
         """Closes the file."""
         os.close(self._fd)

@@ -35,6 +35,7 @@ WRITTEN = (
     *("checkpoint", "replay", "model.pt", "best.pt", "eval.json", "report.*"),
 )
 """What a run writes in its folder: all that `--fresh` deletes."""
+EVENTS = "events.out.tfevents.*"
 LOCK = ".lock"
 STARTED = ".started"
 """Marks a folder that was empty when a run began in it and that holds no checkpoint yet: the run may begin again."""
@@ -248,8 +249,8 @@ class RunLog:
         mine, theirs = config.flat(self._config), config.flat(reference)
         table = "".join(f"|{name}|{value}|\n" for name, value in {**mine, **versions()}.items())
         rows = "".join(f"|{n}|{new}|{old}|\n" for n, (new, old) in config.difference(mine, theirs).items())
-        self._board.text("config", f"|value|here|\n|---|---|\n{table}")
-        self._board.text("difference_from_nature", f"|value|here|nature.yaml|\n|---|---|---|\n{rows}")
+        self._warn(self._board.text("config", f"|value|here|\n|---|---|\n{table}"))
+        self._warn(self._board.text("difference_from_nature", f"|value|here|nature.yaml|\n|---|---|---|\n{rows}"))
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Points of curves; a curve that already has a point at this step or later keeps it."""
@@ -309,13 +310,15 @@ class RunLog:
             self.pace.book(before)
 
     def flush(self) -> None:
-        """Sees that the dashboard's points are in their file: a checkpoint covers them."""
-        self._warn(self._board.flush())
+        """Sees points and games onto the disk: a checkpoint, which is there to the last byte, covers them."""
+        with suppress(OSError):
+            self._board.sync()
+            self._episodes.sync()
 
     def close(self) -> None:
         """Closes all files and the progress bar."""
         self._console.close()
-        self._warn(self._board.close())
+        self._board.close()
         self._episodes.close()
         os.close(self._log)
 
@@ -466,47 +469,63 @@ LAYOUT = {
 
 
 class Board:
-    """TensorBoard's event files."""
+    """TensorBoard's event file of this process: written at once, by no thread, and sorted after the earlier ones."""
 
     def __init__(self, folder: Path, start_step: int):
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary
 
+        self._event, self._summary = Event, summary
         self._last = cut_events(folder, start_step)
         self._text_step = start_step + 1
-        purge = start_step + 1 if start_step else None  # for a dashboard that is open and has seen what was cut
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=20)
+        # Readers go by the seconds in the name: another node's clock, or a resume within one, must not mix the order.
+        seconds = [int(path.name.split(".")[3]) for path in folder.glob(EVENTS)]
+        second = max([int(time.time()), *(other + 1 for other in seconds)])
+        name = EVENTS.replace("*", f"{second:010d}.{platform.node()}.{os.getpid()}")
+        self._file: Any = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        if start_step:  # for a dashboard that is open and has seen what was cut
+            self._write(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
         if LAYOUT_TAG not in self._last:
             charts = {group: {c.split()[0]: ["Multiline", c.split()] for c in tags} for group, tags in LAYOUT.items()}
-            self._writer.add_custom_scalars(charts)
+            self._write(Event(summary=summary.custom_scalars(charts)))
 
     def scalars(self, step: int, values: dict[str, float]) -> str | None:
         """Adds points; returns a line for the user if the disk refuses, after which nothing is written."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        new = {tag: value for tag, value in values.items() if step > self._last.get(tag, -1)}
+        new = {tag: float(value) for tag, value in values.items() if step > self._last.get(tag, -1)}
         self._last.update(dict.fromkeys(new, step))
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in new.items()])
-        return self._try(lambda: self._writer.file_writer.add_summary(summary, step)) if new else None
+        event = self._event(step=step)
+        for tag, value in new.items():
+            event.summary.value.add(tag=tag, simple_value=value)
+        return self._write(event) if new else None
 
-    def text(self, tag: str, markdown: str) -> None:
+    def text(self, tag: str, markdown: str) -> str | None:
         """Adds a text."""
-        self._try(lambda: self._writer.add_text(tag, markdown, self._text_step))
+        return self._write(self._event(step=self._text_step, summary=self._summary.text(tag, markdown)))
 
-    def flush(self) -> str | None:
-        """Writes what is pending."""
-        return self._try(lambda: self._writer.flush())
+    def sync(self) -> None:
+        """Sees the file onto the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
-    def close(self) -> str | None:
-        """Closes the file."""
-        return self._try(lambda: self._writer.close())
+    def close(self) -> None:
+        """Closes the file; what comes later is dropped."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
 
-    def _try(self, write: Callable[[], None]) -> str | None:
-        if self._writer is None:
+    def _write(self, event: Any) -> str | None:
+        if self._file is None:
             return None
+        event.wall_time = time.time()
         try:
-            write()
+            self._records.write(event.SerializeToString())
+            self._file.flush()
         except OSError as error:
-            self._writer = None
+            self.close()
             return f"the dashboard's file: {error.strerror}; the dashboard ends here, training goes on"
         return None
 
@@ -519,7 +538,7 @@ def cut_events(folder: Path, step: int) -> dict[str, int]:
     from tensorboard.compat.proto.event_pb2 import Event
 
     last: dict[str, int] = {}
-    for path in sorted(folder.glob("events.out.tfevents.*")):
+    for path in sorted(folder.glob(EVENTS)):
         end = 0
         with path.open("rb") as file:
             while len(head := file.read(12)) == 12:
