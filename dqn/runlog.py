@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -25,17 +24,18 @@ from dqn import config
 from dqn.checkpoint import generations
 from dqn.config import Config, UsageError
 from dqn.csvlog import CsvLog
+from dqn.dashboard import EVENTS, Board
+from dqn.progress import Console, Pace, duration
 
 if TYPE_CHECKING:
     from dqn.atari import TimeStep
 
 RUNS = Path("runs")
 WRITTEN = (
-    *("config.yaml", "train.log", "events.out.tfevents.*", "episodes.csv", "memory.csv", "ram_steps.f32"),
+    *("config.yaml", "train.log", EVENTS, "episodes.csv", "memory.csv", "ram_steps.f32"),
     *("checkpoint", "replay", "model.pt", "best.pt", "eval.json", "report.*"),
 )
 """What a run writes in its folder: all that `--fresh` deletes."""
-EVENTS = "events.out.tfevents.*"
 LOCK = ".lock"
 STARTED = ".started"
 """Marks a folder that was empty when a run began in it and that holds no checkpoint yet: the run may begin again."""
@@ -344,213 +344,3 @@ class RunLog:
                 f"at this speed the end is {duration(left)} away and budget.max_hours {hours:g} leaves"
                 f" {duration(room)}: the run will stop with a checkpoint, and the same command goes on from it"
             )
-
-
-class Pace:
-    """Where the time goes: the phase, the speed, the time to the end."""
-
-    def __init__(self, chosen: Config, start_step: int, learning_steps_per_s: float | None, clock: Callable[[], float]):
-        self._starts, self._max_steps = chosen.learner.learning_starts_steps, chosen.budget.max_steps
-        self._guess, self._clock = learning_steps_per_s, clock
-        self.step, self.phase = start_step, "fill" if start_step < self._starts else "learn"
-        self.active_s = 0.0
-        """Seconds of filling and learning, evaluating and saving left out."""
-        self._began = self._since = clock()
-        self._samples: deque[tuple[float, int]] = deque([(0.0, start_step)], maxlen=90)
-
-    def book(self, phase: str) -> None:
-        """Counts the time so far for its phase, and changes the phase."""
-        now = self._clock()
-        self.active_s += now - self._since if self.phase in ("fill", "learn") else 0.0
-        self._since, self.phase = now, phase
-
-    def advance(self, step: int) -> bool:
-        """Goes on to a step; returns whether learning begins with it."""
-        begins = self.phase == "fill" and step >= self._starts
-        self.book("learn" if begins else self.phase)
-        self.step = step
-        if begins:
-            self._samples.clear()
-        if begins or self.active_s >= self._samples[-1][0] + 10:
-            self._samples.append((self.active_s, step))
-        return begins
-
-    @property
-    def speed(self) -> float:
-        """Steps per second of this phase over the last quarter of an hour."""
-        active_s, step = self._samples[0]
-        return (self.step - step) / max(self.active_s - active_s, 1e-9)
-
-    @property
-    def settled(self) -> bool:
-        """Whether the speed is that of more than a moment."""
-        return self.step - self._samples[0][1] >= 1_000
-
-    def seconds_to_end(self) -> float | None:
-        """An estimate of the time to the last step, evaluations at their share so far; None while nothing is known."""
-        speed, left = self.speed, self._max_steps - self.step
-        if speed <= 0:
-            return None
-        filling = min(left, max(0, self._starts - self.step)) if self.phase == "fill" else 0
-        later = self._guess if filling and self._guess else speed
-        others = (self._since - self._began) / self.active_s if self.active_s > 60 else 1.0
-        return (filling / speed + (left - filling) / later) * others
-
-    def text_to_end(self) -> str:
-        """The time to the end in words."""
-        left = self.seconds_to_end()
-        if left is None:
-            return "time to the end unknown"
-        return f"end in {'more than ' if self.phase == 'fill' and self._guess is None else ''}{duration(left)}"
-
-
-def duration(seconds: float) -> str:
-    """A duration as people say it."""
-    minutes = round(max(0.0, seconds) / 60)
-    if minutes < 2:
-        return f"{max(0.0, seconds):.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-COLOURS = {"fill": "yellow", "learn": "green", "evaluate": "cyan", "save": "blue"}
-
-
-class Console:
-    """A progress bar on a terminal, short lines elsewhere; a console that has gone away is no reason to stop."""
-
-    def __init__(self, stream: TextIO, max_steps: int, start_step: int):
-        self._stream, self._bar = stream, None
-        if stream.isatty():
-            from tqdm import tqdm
-
-            tqdm.monitor_interval = 0  # no thread of its own
-            shape = "{desc}{percentage:5.1f}% |{bar:16}| {n_fmt}/{total_fmt} {unit}"
-            options: dict[str, Any] = {"dynamic_ncols": True, "unit_scale": True, "bar_format": shape}
-            self._bar = tqdm(total=max_steps, initial=start_step, file=stream, **options)
-
-    def line(self, text: str, *, progress: bool = False) -> None:
-        """Prints a line; a progress line only where there is no bar."""
-        encoding = self._stream.encoding or "utf-8"
-        text = text.encode(encoding, "replace").decode(encoding)
-        with suppress(OSError, ValueError):
-            if self._bar is None:
-                print(text, file=self._stream, flush=True)
-            elif not progress:
-                self._bar.write(text, file=self._stream)
-
-    def bar(self, step: int, phase: str, status: Callable[[], str]) -> None:
-        """Moves the bar."""
-        if self._bar is not None:
-            with suppress(OSError, ValueError):
-                self._bar.n, self._bar.unit, self._bar.colour = step, f"· {status()}", COLOURS[phase]
-                self._bar.set_description_str(f"{phase:8}", refresh=False)
-                self._bar.refresh()
-
-    def close(self) -> None:
-        """Leaves the bar as it stands."""
-        if self._bar is not None:
-            with suppress(OSError, ValueError):
-                self._bar.close()
-
-
-LAYOUT_TAG = "custom_scalars__config__"
-LAYOUT = {
-    "Learning": ("learn/loss", "learn/q_mean", "learn/td_error_abs", "learn/grad_norm", "policy/epsilon"),
-    "Returns": ("eval/return_mean", "episode/return", "episode/length_steps"),
-    "Memory by part": (
-        "memory/rss_mib_mean memory/rss_mib_min memory/rss_mib_max",
-        "memory/replay_mib memory/model_mib memory/children_mib memory/unaccounted_mib",
-        "memory/cuda_mib",
-        "memory/limit_mib",
-    ),
-    "Speed": ("speed/steps_per_s", "speed/updates_per_s"),
-}
-"""Groups of charts; a chart is the tags that it draws together."""
-
-
-class Board:
-    """TensorBoard's event file of this process: written at once, by no thread, and sorted after the earlier ones."""
-
-    def __init__(self, folder: Path, start_step: int):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard import summary
-
-        self._event, self._summary = Event, summary
-        self._last = cut_events(folder, start_step)
-        self._text_step = start_step + 1
-        # Readers go by the seconds in the name: another node's clock, or a resume within one, must not mix the order.
-        seconds = [int(path.name.split(".")[3]) for path in folder.glob(EVENTS)]
-        second = max([int(time.time()), *(other + 1 for other in seconds)])
-        name = EVENTS.replace("*", f"{second:010d}.{platform.node()}.{os.getpid()}")
-        self._file: Any = (folder / name).open("wb")
-        self._records = RecordWriter(self._file)
-        self._write(Event(file_version="brain.Event:2"))
-        if start_step:  # for a dashboard that is open and has seen what was cut
-            self._write(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
-        if LAYOUT_TAG not in self._last:
-            charts = {group: {c.split()[0]: ["Multiline", c.split()] for c in tags} for group, tags in LAYOUT.items()}
-            self._write(Event(summary=summary.custom_scalars(charts)))
-
-    def scalars(self, step: int, values: dict[str, float]) -> str | None:
-        """Adds points; returns a line for the user if the disk refuses, after which nothing is written."""
-        new = {tag: float(value) for tag, value in values.items() if step > self._last.get(tag, -1)}
-        self._last.update(dict.fromkeys(new, step))
-        event = self._event(step=step)
-        for tag, value in new.items():
-            event.summary.value.add(tag=tag, simple_value=value)
-        return self._write(event) if new else None
-
-    def text(self, tag: str, markdown: str) -> str | None:
-        """Adds a text."""
-        return self._write(self._event(step=self._text_step, summary=self._summary.text(tag, markdown)))
-
-    def sync(self) -> None:
-        """Sees the file onto the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Closes the file; what comes later is dropped."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-            self._file = None
-
-    def _write(self, event: Any) -> str | None:
-        if self._file is None:
-            return None
-        event.wall_time = time.time()
-        try:
-            self._records.write(event.SerializeToString())
-            self._file.flush()
-        except OSError as error:
-            self.close()
-            return f"the dashboard's file: {error.strerror}; the dashboard ends here, training goes on"
-        return None
-
-
-def cut_events(folder: Path, step: int) -> dict[str, int]:
-    """Cuts every event file at its first event beyond `step`, or at a torn one; returns each tag's last step.
-
-    A record is its length (8 bytes), a checksum (4), the event, a checksum (4); within a process steps rise.
-    """
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    last: dict[str, int] = {}
-    for path in sorted(folder.glob(EVENTS)):
-        end = 0
-        with path.open("rb") as file:
-            while len(head := file.read(12)) == 12:
-                size = struct.unpack("<Q", head[:8])[0]
-                data = file.read(size + 4) if end + size + 16 <= path.stat().st_size else b""
-                if len(data) < size + 4:
-                    break
-                event = Event.FromString(data[:size])
-                if event.step > step:
-                    break
-                last.update({value.tag: max(event.step, last.get(value.tag, 0)) for value in event.summary.value})
-                end = file.tell()
-        if end < path.stat().st_size:
-            os.truncate(path, end)
-    return last

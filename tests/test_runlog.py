@@ -12,7 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dqn import config, runlog
 from dqn.config import Config, UsageError
-from dqn.runlog import LAYOUT_TAG, RunFolder, RunLog, cut_events, duration, existing_run, run_path
+from dqn.dashboard import LAYOUT, LAYOUT_TAG, cut_events
+from dqn.progress import duration
+from dqn.runlog import RunFolder, RunLog, existing_run, run_path
 
 CHECKPOINT = f"checkpoint/{100:012d}-{'a' * 64}.pt"
 
@@ -298,7 +300,7 @@ def test_the_dashboard_is_laid_out_once_and_holds_the_config(tmp_path):
 
 
 def test_every_chart_of_the_layout_draws_tags_that_a_run_writes():
-    tags = {tag for charts in runlog.LAYOUT.values() for chart in charts for tag in chart.split()}
+    tags = {tag for charts in LAYOUT.values() for chart in charts for tag in chart.split()}
     from dqn.memory import HEADER
 
     memory = {f"memory/{name}" for name in HEADER.split(",")[2:]}
