@@ -14,14 +14,14 @@ LAYOUT = {
     "Learning": ("learn/loss", "learn/q_mean", "learn/td_error_abs", "learn/grad_norm", "policy/epsilon"),
     "Returns": ("eval/return_mean", "episode/return", "episode/length_steps"),
     "Memory by part": (
-        "memory/rss_mib_mean memory/rss_mib_min memory/rss_mib_max",
-        "memory/replay_mib memory/model_mib memory/children_mib memory/unaccounted_mib",
+        "RSS of the process, MiB: memory/rss_mib_mean memory/rss_mib_min memory/rss_mib_max",
+        "parts of it, MiB: memory/replay_mib memory/model_mib memory/children_mib memory/unaccounted_mib",
         "memory/cuda_mib",
         "memory/limit_mib",
     ),
     "Speed": ("speed/steps_per_s", "speed/updates_per_s"),
 }
-"""Groups of charts; a chart is the tags that it draws together."""
+"""Groups of charts; a chart is the tags that it draws together, with a title if they are several."""
 
 
 class Board:
@@ -45,8 +45,7 @@ class Board:
         if start_step:  # for a dashboard that is open and has seen what was cut
             self._write(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
         if LAYOUT_TAG not in self._last:
-            charts = {group: {c.split()[0]: ["Multiline", c.split()] for c in tags} for group, tags in LAYOUT.items()}
-            self._write(Event(summary=summary.custom_scalars(charts)))
+            self._write(Event(summary=summary.custom_scalars({group: _charts(c) for group, c in LAYOUT.items()})))
 
     def scalars(self, step: int, values: dict[str, float]) -> str | None:
         """Adds points; returns a line for the user if the disk refuses, after which nothing is written."""
@@ -84,6 +83,11 @@ class Board:
             self.close()
             return f"the dashboard's file: {error.strerror}; the dashboard ends here, training goes on"
         return None
+
+
+def _charts(charts: tuple[str, ...]) -> dict[str, list[Any]]:
+    parts = [chart.rpartition(": ") for chart in charts]
+    return {title or tags: ["Multiline", tags.split()] for title, _, tags in parts}
 
 
 def cut_events(folder: Path, step: int) -> dict[str, int]:

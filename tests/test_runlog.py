@@ -300,7 +300,7 @@ def test_the_dashboard_is_laid_out_once_and_holds_the_config(tmp_path):
 
 
 def test_every_chart_of_the_layout_draws_tags_that_a_run_writes():
-    tags = {tag for charts in LAYOUT.values() for chart in charts for tag in chart.split()}
+    tags = {tag for charts in LAYOUT.values() for chart in charts for tag in chart.rpartition(": ")[2].split()}
     from dqn.memory import HEADER
 
     memory = {f"memory/{name}" for name in HEADER.split(",")[2:]}
