@@ -71,7 +71,7 @@ def duration(seconds: float) -> str:
     minutes = round(max(0.0, seconds) / 60)
     if minutes < 2:
         return f"{max(0.0, seconds):.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60}h{minutes % 60:02}"
 
 
 COLOURS = {"fill": "yellow", "learn": "green", "evaluate": "cyan", "save": "blue"}
@@ -86,8 +86,8 @@ class Console:
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # no thread of its own
-            shape = "{desc}{percentage:5.1f}% |{bar:16}| {n_fmt}/{total_fmt} {unit}"
-            options: dict[str, Any] = {"dynamic_ncols": True, "unit_scale": True, "bar_format": shape}
+            shape = "{desc} {percentage:.1f}% |{bar}| {n_fmt}/{total_fmt} {unit}"
+            options: dict[str, Any] = {"dynamic_ncols": True, "unit_scale": True, "unit": "", "bar_format": shape}
             self._bar = tqdm(total=max_steps, initial=start_step, file=stream, **options)
 
     def line(self, text: str, *, progress: bool = False) -> None:
@@ -105,7 +105,7 @@ class Console:
         if self._bar is not None:
             with suppress(OSError, ValueError):
                 self._bar.n, self._bar.unit, self._bar.colour = step, f"· {status()}", COLOURS[phase]
-                self._bar.set_description_str(f"{phase:8}", refresh=False)
+                self._bar.set_description_str(phase, refresh=False)
                 self._bar.refresh()
 
     def close(self) -> None:

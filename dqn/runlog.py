@@ -327,11 +327,12 @@ class RunLog:
             self.say(f"warning: {problem}")
 
     def _status(self, epsilon: float, rss_mib: float) -> str:
-        score = f"return {np.mean(self.returns):.1f} ({len(self.returns)} games)" if self.returns else "no game yet"
+        few = f" ({len(self.returns)} games)" if len(self.returns) < RECENT_GAMES else ""
+        score = f"return {np.mean(self.returns):.1f}{few}" if self.returns else "no game yet"
         hours = self._config.budget.max_hours
         limit = "" if hours is None else f", limit in {duration(3600 * (hours - self._process_hours()))}"
         ram = f"RAM {rss_mib / 1024:.2f}/{self._limit_mib / 1024:.1f} GiB"
-        return f"{self.pace.speed:,.0f} steps/s · {score} · {ram} · ε {epsilon:.3f} · {self.pace.text_to_end()}{limit}"
+        return f"{self.pace.speed:,.0f} steps/s · {score} · {ram} · {self.pace.text_to_end()}{limit} · ε {epsilon:.3f}"
 
     def _warn_of_time(self, step: int) -> None:
         hours, left = self._config.budget.max_hours, self.pace.seconds_to_end()
