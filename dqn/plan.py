@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from dqn.config import Config
 from dqn.memory import GIB, MIB, Limit, cores, limits
 
-BASE_MIB = {"cpu": 340.0, "cuda": 1_900.0}
+BASE_MIB = {"cpu": 303.0, "cuda": 1_900.0}
 """Interpreter, PyTorch with its optimizers, OpenCV, ALE, TensorBoard; on a GPU its libraries and context besides."""
 EMULATOR_MIB = {"vector": 1.1, "python": 0.7}
 """Per lane."""
@@ -132,7 +132,7 @@ def ram_parts(config: Config, on_gpu: bool) -> list[Part]:
     need = replay_need(config)
     lanes, evaluated = config.env.num_envs, config.evaluation.num_envs
     return [
-        Part("interpreter, PyTorch", BASE_MIB["cuda" if on_gpu else "cpu"] * MIB, "measured"),
+        Part("interpreter, PyTorch", BASE_MIB["cuda" if on_gpu else "cpu"] * MIB, "a guess" if on_gpu else "measured"),
         Part("replay", need.expected, need.note),
         Part("sealing segments", need.sealing, "for a moment, in a background thread"),
         *([] if on_gpu else model_parts(config)),
@@ -170,7 +170,7 @@ def replay_need(config: Config) -> ReplayNeed:
         budget = replay.ram_budget_mib * MIB
         expected, most = min(expected, budget), min(most, budget)
     sealing = SEAL_MIB_PER_MIB * segment * frame if replay.codec == "zstd" else 0.0
-    note = f"{slots:,} slots; never more than {most / MIB:,.0f}"
+    note = f"{slots:,} slots when it is full; never more than {most / MIB:,.0f}"
     return ReplayNeed(expected, floor, sealing, slots * per_frame, note)
 
 
@@ -192,20 +192,21 @@ def model_parts(config: Config) -> list[Part]:
     two = (one - 4) // 2 + 1
     three = two - 2
     parameters = 32 * (64 * stack + 1) + 64 * (512 + 1) + 64 * (576 + 1) + 512 * (64 * three**2 + 1) + 18 * 513
+    precision = config.learner.precision
+    working = 4 if precision == "fp32" or (precision == "auto" and not _has_bf16(Path("/"))) else 2
     activations = 32 * one**2 + 64 * two**2 + 64 * three**2 + 512
+    window, state = (stack + config.learner.n_steps) * side**2, 4 * stack * side**2
     part = batch // config.learner.gradient_accumulation
-    states = 2 * part * stack * side**2 * 4 + batch * (stack + config.learner.n_steps) * side**2
+    note = f"{parameters:,} parameters: two networks, working copies, gradient, two moments"
     return [
-        Part(
-            "networks and optimizer", 6 * 4 * parameters, f"{parameters:,} parameters: two networks, gradient, moments"
-        ),
-        Part("batch, activations", states + 4 * part * activations * 4, f"batch of {batch}"),
+        Part("networks and optimizer", (5 * 4 + 2 * working) * parameters, note),
+        Part("batch, activations", batch * window + part * (state + 3 * 4 * activations), f"batch of {batch}"),
     ]
 
 
 def disk_parts(config: Config) -> list[Part]:
     """What the run's folder will hold."""
-    weights = sum(part.bytes for part in model_parts(config)[:1]) / 6
+    weights = model_parts(config)[0].bytes / 7
     share = 1 + config.checkpoint.period_steps / config.replay.capacity
     stored = replay_need(config).stored * min(2.0, share)
     records = 4 * config.budget.max_steps / config.env.num_envs

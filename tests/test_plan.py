@@ -1,8 +1,12 @@
 """The forecast: its arithmetic, whose limit wins, refusals, and remedies that hold when applied."""
 
+import csv
 import dataclasses
 import math
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -205,3 +209,40 @@ def test_the_command_prints_the_table_and_exits_3_when_it_does_not_fit(capsys):
     assert "fits with --replay.codec zstd" in text
     assert main(["plan", "--config", "configs/smoke.yaml"]) in (budget.FINISHED, budget.DOES_NOT_FIT)
     assert "networks and optimizer" in capsys.readouterr().out
+
+
+REAL = {
+    "zstd": {},
+    "raw": {"replay.codec": "raw"},
+    "spilled": {"replay.codec": "raw", "replay.ram_budget_mib": 300, "replay.spill_dir": "spill"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REAL)
+def test_the_forecast_of_a_real_process_is_right_within_a_tenth(case, tmp_path):
+    values = {
+        **{"replay.capacity": 100_000, "learner.learning_starts_steps": 110_000, "budget.max_steps": 118_000},
+        **{"evaluation.period_steps": 112_000, "evaluation.episodes": 8, "evaluation.max_frames": 4_000},
+        **REAL[case],
+    }
+    if "replay.spill_dir" in values:
+        values["replay.spill_dir"] = str(tmp_path / "spill")
+    options = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    command = [
+        sys.executable,
+        "-m",
+        "dqn",
+        "train",
+        "--config",
+        "configs/breakout.yaml",
+        "--run",
+        str(tmp_path / "run"),
+    ]
+    result = subprocess.run([*command, *options], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    with (tmp_path / "run/memory.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) > 114_000]
+    measured = max(float(row["rss_mib_mean"]) for row in rows)
+    chosen = config.from_flat({**config.read_yaml("configs/breakout.yaml"), **values})
+    assert plan(chosen).total / MIB == pytest.approx(measured, rel=0.1)
