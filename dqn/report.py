@@ -46,7 +46,7 @@ RESULTS = ("run", "seed", "steps", "hours", "games", "last 100", "best 100", "ev
 NOTE = (
     "Returns are raw scores of whole games. *Last* and *best 100* games are of training, with the ε of that moment;"
     " *evaluation* is `eval.json`, mean ± standard deviation. Human-normalised: 0 % plays at random, 100 % like the"
-    " human of Mnih et al. 2015. RAM is the highest resident size of any window, child processes included."
+    " human tester of Wang et al. 2016. RAM is the highest resident size of any window, child processes included."
 )
 Columns = dict[str, np.ndarray]
 
