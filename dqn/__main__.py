@@ -146,9 +146,67 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from dqn.evaluate import evaluate_command
+    import contextlib
 
-    return evaluate_command(options)
+    import numpy as np
+    import torch
+
+    from dqn import evaluate as evaluation
+    from dqn.atari import PythonEnvs
+    from dqn.learner import load_policy
+    from dqn.runlog import existing_run
+    from dqn.video import Video
+
+    path = Path(options.run)
+    if path.suffix != ".pt":
+        path = existing_run(options.run) / "model.pt"
+    state = read_weights(path)
+    network = load_policy(state)
+    if options.protocol not in (*evaluation.PROTOCOLS, "config"):
+        raise UsageError(
+            f"--protocol is '{options.protocol}'; it must be one of {', '.join(evaluation.PROTOCOLS)}, config"
+        )
+    values = {**state["config"], **evaluation.PROTOCOLS.get(options.protocol, {}), "env.backend": "python"}
+    for name in ("episodes", "epsilon", "max_frames"):
+        if getattr(options, name) is not None:
+            values[f"evaluation.{name}"] = getattr(options, name)
+    if options.seed is not None:
+        values["seed"] = options.seed
+    chosen = config.from_flat(values)
+    with torch.inference_mode(), contextlib.ExitStack() as stack:
+        film = None
+        if options.video is not None:
+            meanings = PythonEnvs(chosen.env, np.random.SeedSequence(0)).action_meanings
+            film = stack.enter_context(Video(options.video, meanings))
+        result = evaluation.evaluate(
+            lambda states: network(torch.from_numpy(states)).numpy(),
+            chosen.env,
+            chosen.evaluation,
+            np.random.SeedSequence(chosen.seed),
+            step=state["step"],
+            film=film,
+        )
+    print(result.table())
+    target = path.parent / "eval.json"
+    target.write_text(result.to_json(), encoding="utf-8")
+    print(f"written: {target}" + (f", {options.video}" if options.video else ""))
+    return budget.FINISHED
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """The content of a weights file or of a checkpoint.
+
+    Raises:
+        UsageError: there is none, or it cannot be loaded.
+    """
+    from dqn.checkpoint import read_file
+
+    if not path.is_file():
+        raise UsageError(f"no weights at {path}: has the run saved a checkpoint yet?")
+    try:
+        return read_file(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -146,7 +146,8 @@ class VectorEnvs(_Envs):
             reward_clipping=False,
             use_fire_reset=False,
         )
-        self._seeds: np.ndarray | None = np.array([lane.generate_state(1)[0] & 0x7FFFFFFF for lane in seed.spawn(config.num_envs)])
+        seeds = [lane.generate_state(1)[0] & 0x7FFFFFFF for lane in seed.spawn(config.num_envs)]
+        self._seeds: np.ndarray | None = np.array(seeds)
         self._frames = np.zeros(config.num_envs, np.int64)
         self._cut = np.zeros(config.num_envs, bool)
 

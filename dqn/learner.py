@@ -328,15 +328,20 @@ class _Buffers:
 
 
 def load_policy(state: dict[str, Any]) -> QNetwork:
-    """The plain network of a `model.pt`, ready to play.
+    """The plain network of a `model.pt` or a checkpoint, ready to play.
 
     Raises:
         UsageError: the state is of something else.
     """
     try:
         env = state["config"]
-        network = QNetwork(state["num_actions"], env["env.stack_size"], env["env.screen_size"])
-        network.load_state_dict(state["network"])
+        shape = (state["num_actions"], env["env.stack_size"], env["env.screen_size"])
+        network = QNetwork(*shape)
+        if "learner" in state:  # a checkpoint
+            views = networks.shapes(*shape).views(state["learner"]["parameters"])
+            network.load_state_dict(networks.to_plain(views))
+        else:
+            network.load_state_dict(state["network"])
     except (KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"these are no weights of this program: {str(error).splitlines()[0]}") from None
     return network.eval()

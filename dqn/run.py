@@ -333,6 +333,7 @@ class Run:
                     for name in ("step", "updates", "refill_until_step", "evaluated_step", "best_return")
                 },
                 "config": model["config"],
+                "num_actions": model["num_actions"],
                 "resolved": self._resolved._asdict(),
                 "wall_s": self.log.wall_s,
                 "learner": self.learner.state_dict(),
