@@ -1,0 +1,502 @@
+"""The replay memory: a log of segments, R rows of N lanes each.
+
+    evicted |  sealed, in a file  |  sealed, in memory  | being sealed |  open  |
+                                                           raw buffer    raw buffer   <- append
+
+Rows are appended to the open segment. A full one is sealed (compressed, losslessly) by a thread, and never changes
+again. Capacity drops whole segments; so does a RAM budget, or it moves them to files. What slot t of a lane holds:
+
+    frame_t, first_t   the newest picture of the state that acting saw at t; whether it begins a game
+    action_t           chosen there
+    reward_t, terminal_t, truncated_t    what that action brought
+
+    t           5        6        7        8                 9
+    frame       f5       f6       f7 last  f0 of a new game  f1
+    action      a5       a6       ignored  a0                a1
+    terminal    no       yes      -        no                no
+    source      yes      yes      never    yes               yes
+
+What `sample` returns depends on the rows appended and on the generators alone: indices are drawn where `sample` is
+called, and how far sealing or spilling is makes no difference to what is read.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dqn.config import ReplayConfig, UsageError
+from dqn.replay import segment as segments
+from dqn.replay.priorities import SumTree
+from dqn.replay.segment import GROUP_ROWS, Dictionary, Metadata, Segment
+from dqn.replay.sources import Sources, find_sources
+
+FIRST, TERMINAL, TRUNCATED = 1, 2, 4
+MAX_SEGMENT_SLOTS = 8_192
+PRIORITY_FLOOR = 1e-6
+MOST_DRAWS = 1_000
+
+
+class Transitions(NamedTuple):
+    """A batch of B transitions; the arrays are used again by the next sample.
+
+    Attributes:
+        window: u8[B, S + n, H, W]; the state is `window[:, :S]`, the next one `window[b, k:k + S]`.
+        action: i64[B].
+        reward: f32[B], the k rewards summed with their discounts.
+        bootstrap_steps: i64[B], k ≤ n.
+        discount: f32[B], γ^k, or 0 after a terminal.
+        weight: f32[B], importance weights; None without priorities.
+        index: i64[B], where to `update_priorities`; None without priorities.
+    """
+
+    window: np.ndarray
+    action: np.ndarray
+    reward: np.ndarray
+    bootstrap_steps: np.ndarray
+    discount: np.ndarray
+    weight: np.ndarray | None
+    index: np.ndarray | None
+
+
+def segment_rows(config: ReplayConfig, num_envs: int, window: int) -> int:
+    """Rows of a segment: a multiple of the group, and of the capacity where that is near."""
+    slots = config.segment_slots or min(MAX_SEGMENT_SLOTS, config.capacity // 8)
+    least = -(-window // GROUP_ROWS) * GROUP_ROWS
+    rows = max(least, slots // num_envs // GROUP_ROWS * GROUP_ROWS)
+    for fewer in range(rows, max(least, rows // 2) - 1, -GROUP_ROWS):
+        if not config.segment_slots and config.capacity % (fewer * num_envs) == 0:
+            return fewer
+    return rows
+
+
+class Replay:
+    """The replay memory of N lanes.
+
+    Args:
+        config: capacity, codec, budget, eviction, priorities.
+        num_envs: N.
+        frame_shape: (H, W).
+        stack_size: S, pictures in a state.
+        n_steps: n, rewards summed.
+        gamma: discount per step.
+        rng: draws the samples, and which segment a random eviction drops.
+        folder: where segment files lie; None: nothing spills.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        *,
+        num_envs: int,
+        frame_shape: tuple[int, int],
+        stack_size: int,
+        n_steps: int,
+        gamma: float,
+        rng: np.random.Generator,
+        folder: Path | None = None,
+    ):
+        self.config, self.folder = config, folder
+        self.stack_size, self.n_steps, self.gamma = stack_size, n_steps, gamma
+        self.rng = rng
+        self.rows = segment_rows(config, num_envs, stack_size + n_steps)
+        self.shape = (self.rows, num_envs, *frame_shape)
+        self.num_envs, self.segment_slots = num_envs, self.rows * num_envs
+        self._places = -(-config.capacity // self.segment_slots) + 1
+        self._check_budget()
+        metadata = (self._places, self.rows, num_envs)
+        self._action, self._flags = (np.zeros(metadata, np.uint8) for _ in range(2))
+        self._reward = np.zeros(metadata, np.float32)
+        self._before, self._after = (np.full(self._places, -1) for _ in range(2))
+        self._tree = SumTree(self._places * self.segment_slots) if config.prioritized else None
+        self.max_priority = 1.0
+        self.sealed: dict[int, Segment] = {}
+        """Complete segments by number, the oldest first; those being sealed too."""
+        self.open_number, self.open_rows, self.place = 0, 0, 0
+        self._free = list(range(1, self._places))
+        self._at: list[Segment | None] = [None] * self._places
+        self._newest: Segment | None = None
+        self._order = np.array([0])
+        self._evicted, self._shrunk = 0, False
+        self._buffers = [np.empty(self.shape, np.uint8)]
+        self._open = self._buffers[0]
+        self._dictionary: Dictionary | None = None
+        self._notes: list[str] = []
+        self._failure: BaseException | None = None
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="replay", daemon=True)
+        self._thread.start()
+        self._offsets = np.arange(1 - stack_size, n_steps + 1)
+        self._batch: dict[int, np.ndarray] = {}
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def append(
+        self,
+        frame: np.ndarray,
+        first: np.ndarray,
+        action: np.ndarray,
+        reward: np.ndarray,
+        terminal: np.ndarray,
+        truncated: np.ndarray,
+    ) -> None:
+        """Appends a row: frame u8[N, H, W], the others [N].
+
+        Raises:
+            ValueError: the frames are not `uint8` of the right shape.
+        """
+        if frame.dtype != np.uint8 or frame.shape != self.shape[1:]:
+            raise ValueError(
+                f"frame is {frame.dtype}{list(frame.shape)}; the replay stores uint8{list(self.shape[1:])} pictures of"
+                " 0 to 255 as the emulator gives them"
+            )
+        place, row = self.place, self.open_rows
+        self._open[row] = frame
+        self._action[place, row], self._reward[place, row] = action, reward
+        self._flags[place, row] = first * FIRST + terminal * TERMINAL + truncated * TRUNCATED
+        self.open_rows += 1
+        if self._tree is not None:
+            self._enter_new_sources()
+        if self.open_rows == self.rows:
+            self._close_segment()
+        while self.num_slots - self.segment_slots >= self.config.capacity:
+            self._evict(self._choose_victim())
+
+    def _close_segment(self) -> None:
+        closed = Segment(self.open_number, self.place, self._open)
+        self._open = self._next_buffer()
+        self._make_room()
+        self.sealed[self.open_number] = self._at[self.place] = self._newest = closed
+        self._tasks.put(partial(self._seal, closed))
+        while len(self._free) == 0:
+            self._evict(self._choose_victim())
+        self.open_number += 1
+        self.open_rows, before, self.place = 0, self.place, self._free.pop(0)
+        self._flags[self.place] = 0
+        self._before[self.place], self._after[self.place], self._after[before] = before, -1, self.place
+        self._order = np.array([*(kept.place for kept in self.sealed.values()), self.place])
+
+    def _next_buffer(self) -> np.ndarray:
+        """The raw buffer to go on in: the other one, as soon as what it holds is compressed."""
+        if self.config.codec == "raw":
+            return np.empty(self.shape, np.uint8)  # the segments keep theirs
+        if self._newest is not None and not self._newest.sealed.is_set():
+            self._notes.append(f"the loop waits for the compression of replay segment {self._newest.number}")
+            while not self._newest.sealed.wait(1.0):
+                self._check_thread()
+        self._check_thread()
+        if len(self._buffers) == 1:
+            self._buffers.append(np.empty(self.shape, np.uint8))
+        return self._buffers[1] if self._open is self._buffers[0] else self._buffers[0]
+
+    def _seal(self, closed: Segment) -> None:
+        """In the thread: compresses; every eighth segment trains a dictionary for itself and those after it."""
+        if self.config.codec == "raw":
+            closed.seal(None)
+            return
+        if self._dictionary is None or closed.number % segments.DICTIONARY_SEGMENTS == 0:
+            assert closed._raw is not None
+            self._dictionary = segments.train(closed._raw)
+        closed.seal(self._dictionary)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as error:
+                self._failure = error
+
+    def _check_thread(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the replay's thread failed") from self._failure
+
+    # -- eviction and the RAM budget ----------------------------------------------------------------------------------
+
+    def _choose_victim(self) -> int:
+        numbers = list(self.sealed)
+        if self.config.eviction == "random":
+            return numbers[self.rng.integers(len(numbers))]
+        return numbers[0]
+
+    def _evict(self, number: int) -> None:
+        victim = self.sealed.pop(number)
+        place = victim.place
+        before, after = self._before[place], self._after[place]
+        for neighbour, link in ((before, self._after), (after, self._before)):
+            if neighbour >= 0:
+                link[neighbour] = -1
+        self._before[place] = self._after[place] = -1
+        self._order = self._order[self._order != place]
+        self._free.append(place)
+        self._at[place] = None
+        self._evicted += 1
+        if not victim.in_memory and self.folder is not None and victim.file is not None:
+            segments.forget_file(self.folder / victim.file)
+        if self._tree is not None:
+            self._forget(place, int(before), int(after))
+
+    def _check_budget(self) -> None:
+        budget = self.config.ram_budget_mib
+        if budget is None:
+            return
+        floor = self._fixed_bytes() / 2**20
+        if budget < floor:
+            raise UsageError(
+                f"replay.ram_budget_mib is {budget:g}; three raw segments of {self.segment_slots} slots with the"
+                f" metadata take {floor:.1f}: raise it, or take fewer replay.segment_slots"
+            )
+
+    def _fixed_bytes(self) -> int:
+        """Bytes whatever the frames are: metadata, priorities, two raw buffers, and what one more segment may take."""
+        slots = self._places * self.segment_slots
+        return 3 * int(np.prod(self.shape)) + slots * (6 + 1 + (16 if self.config.prioritized else 0))
+
+    def _make_room(self) -> None:
+        """When a segment closes: spills or drops the oldest until the others fit the budget beside it.
+
+        All before it are sealed by now, so their sizes are known whatever the thread does meanwhile; it counts as raw.
+        The thread spills before it seals, so the budget holds at each moment.
+        """
+        if self.config.ram_budget_mib is None:
+            return
+        room = int(self.config.ram_budget_mib * 2**20) - self._fixed_bytes()
+        kept = [part for part in self.sealed.values() if part.in_memory and not part.leaving]
+        total = sum(part.memory_bytes for part in kept)
+        for part in kept:
+            if total <= room:
+                return
+            total -= part.memory_bytes
+            if self.config.spill_dir is not None and part.failed_spills < 2:
+                part.leaving = True
+                self._tasks.put(partial(self._spill, part, self._metadata(part.place)))
+                continue
+            if not self._shrunk:
+                self._shrunk = True
+                self._notes.append(
+                    f"replay.ram_budget_mib {self.config.ram_budget_mib:g} holds {self.num_slots:,} of"
+                    f" {self.config.capacity:,} slots: the oldest go"
+                    + ("" if self.config.spill_dir else "; replay.spill_dir would keep them on disk")
+                )
+            self._evict(part.number)
+
+    def _spill(self, part: Segment, metadata: Metadata) -> None:
+        assert self.folder is not None
+        try:
+            part.to_file(self.folder, metadata)
+            part.spill(self.folder)
+        except OSError as error:
+            part.leaving, part.failed_spills = False, part.failed_spills + 1
+            self._notes.append(
+                f"spilling replay segment {part.number} to {self.folder} failed: {error.strerror}; it stays in RAM"
+                + (" and is tried again" if part.failed_spills < 2 else " until the budget drops it")
+            )
+
+    def _metadata(self, place: int) -> Metadata:
+        return Metadata(self._action[place].copy(), self._reward[place].copy(), self._flags[place].copy())
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int, beta: float = 1.0) -> Transitions:
+        """Draws transitions: uniformly, or in proportion to priority with importance weights to the power β.
+
+        Raises:
+            ValueError: there is nothing to draw from yet.
+        """
+        slots, sources, weight = self._draw(batch_size, beta)
+        place, row, lane = slots
+        places, rows = self._window(place, row)
+        window = self._batch.get(batch_size)
+        if window is None:
+            shape = (batch_size, self.stack_size + self.n_steps, *self.shape[2:])
+            window = self._batch[batch_size] = np.empty(shape, np.uint8)
+        self._gather(places, rows, lane, sources.shown, window)
+        now = self.stack_size - 1
+        steps = np.arange(self.n_steps)
+        rewards = self._reward[places[:, now:-1], rows[:, now:-1], lane[:, None]]
+        powers = np.where(steps < sources.bootstrap_steps[:, None], self.gamma**steps, 0.0)
+        discount = np.where(sources.ends, 0.0, self.gamma**sources.bootstrap_steps)
+        return Transitions(
+            window,
+            self._action[place, row, lane].astype(np.int64),
+            (rewards * powers).sum(axis=1).astype(np.float32),
+            sources.bootstrap_steps.astype(np.int64),
+            discount.astype(np.float32),
+            weight,
+            None if weight is None else (place * self.rows + row) * self.num_envs + lane,
+        )
+
+    def _draw(self, count: int, beta: float) -> tuple[tuple[np.ndarray, ...], Sources, np.ndarray | None]:
+        if self._tree is not None:
+            if self._tree.total <= 0:
+                raise ValueError(f"too few transitions: none of {self.num_slots} slots is a source yet")
+            points = (np.arange(count) + self.rng.random(count)) / count * self._tree.total
+            leaves = self._tree.find(points)
+            place, rest = np.divmod(leaves, self.segment_slots)
+            row, lane = np.divmod(rest, self.num_envs)
+            weight = self._tree.get(leaves) ** -beta  # (1 / (N·p))^β up to a factor that the maximum takes away
+            weight = (weight / weight.max()).astype(np.float32)
+            return (place, row, lane), self._sources(place, row, lane), weight
+        place, row, lane = (np.empty(0, np.int64) for _ in range(3))
+        for _ in range(MOST_DRAWS):
+            slot = self.rng.integers(self.num_slots, size=count - len(place)) if self.num_slots else np.empty(0, int)
+            at, rest = np.divmod(slot, self.segment_slots)
+            new_row, new_lane = np.divmod(rest, self.num_envs)
+            new_place = self._order[at]
+            valid = self._sources(new_place, new_row, new_lane).valid
+            place, row = np.append(place, new_place[valid]), np.append(row, new_row[valid])
+            lane = np.append(lane, new_lane[valid])
+            if len(place) == count:
+                return (place, row, lane), self._sources(place, row, lane), None
+        raise ValueError(f"too few transitions: hardly any of {self.num_slots} slots is a source yet")
+
+    def _window(self, place: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Place and row of each slot of the windows [K, S + n]; place −1 where there is none."""
+        rows = row[:, None] + self._offsets
+        places = np.broadcast_to(place[:, None], rows.shape)
+        places = np.where(rows < 0, self._before[place][:, None], places)
+        places = np.where(rows >= self.rows, self._after[place][:, None], places)
+        return places, rows % self.rows
+
+    def _sources(self, place: np.ndarray, row: np.ndarray, lane: np.ndarray) -> Sources:
+        places, rows = self._window(place, row)
+        live = (places >= 0) & ~((places == self.place) & (rows >= self.open_rows))
+        flags = np.where(live, self._flags[places, rows, lane[:, None]], 0)
+        return find_sources(live, flags & FIRST > 0, flags & TERMINAL > 0, flags & TRUNCATED > 0, self.stack_size)
+
+    def _gather(
+        self, places: np.ndarray, rows: np.ndarray, lane: np.ndarray, shown: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Copies the frames that are shown; the others are black. A window has one run of rows, or two segments'."""
+        begins, ends = shown.argmax(axis=1), shown.shape[1] - shown[:, ::-1].argmax(axis=1)
+        turns = np.where(rows[np.arange(len(rows)), begins] > rows[np.arange(len(rows)), ends - 1], 1, 0)
+        for b, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist())):
+            out[b, :begin] = 0
+            out[b, end:] = 0
+            middle = begin + self.rows - int(rows[b, begin]) if turns[b] else end
+            for low, high in ((begin, middle), (middle, end)):
+                if low < high:
+                    place, row = int(places[b, low]), int(rows[b, low])
+                    if place == self.place:
+                        out[b, low:high] = self._open[row : row + high - low, lane[b]]
+                    else:
+                        part = self._at[place]
+                        assert part is not None
+                        part.read(row, high - low, int(lane[b]), out[b, low:high])
+
+    # -- priorities ---------------------------------------------------------------------------------------------------
+
+    def update_priorities(self, index: np.ndarray, td_errors_abs: np.ndarray) -> None:
+        """Sets priorities (|δ| + 1e-6)^α; slots that are no sources any more are left out."""
+        assert self._tree is not None
+        priority = (td_errors_abs.astype(np.float64) + PRIORITY_FLOOR) ** self.config.priority_alpha
+        alive = self._tree.get(index) > 0
+        self._tree.set(index[alive], priority[alive])
+        self.max_priority = max(self.max_priority, float(priority.max()))
+
+    def _enter_new_sources(self) -> None:
+        """The row just appended is the k-th successor of some slots: they enter at the highest priority so far."""
+        assert self._tree is not None
+        back = np.repeat(np.arange(1, self.n_steps + 1), self.num_envs)
+        lane = np.tile(np.arange(self.num_envs), self.n_steps)
+        row = self.open_rows - 1 - back
+        place = np.where(row < 0, self._before[self.place], self.place)
+        there = place >= 0
+        place, row, lane, back = place[there], row[there] % self.rows, lane[there], back[there]
+        sources = self._sources(place, row, lane)
+        new = sources.valid & (sources.bootstrap_steps == back)
+        leaves = (place * self.rows + row) * self.num_envs + lane
+        self._tree.set(leaves[new], self.max_priority)
+
+    def _forget(self, place: int, before: int, after: int) -> None:
+        """Zeroes an evicted segment's priorities, and those of its neighbours' slots that have lost their window."""
+        assert self._tree is not None
+        whole = np.arange(self.segment_slots)
+        self._tree.set(place * self.segment_slots + whole, 0.0)
+        border = [(before, np.arange(self.rows - self.n_steps, self.rows)), (after, np.arange(self.stack_size - 1))]
+        for neighbour, rows in border:
+            if neighbour >= 0 and len(rows):
+                row, lane = (part.ravel() for part in np.meshgrid(rows, np.arange(self.num_envs), indexing="ij"))
+                leaves = (neighbour * self.rows + row) * self.num_envs + lane
+                gone = ~self._sources(np.full(len(row), neighbour), row, lane).valid
+                self._tree.set(leaves[gone], 0.0)
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the log."""
+        return len(self.sealed) * self.segment_slots + self.open_rows * self.num_envs
+
+    @property
+    def num_sources(self) -> int:
+        """Slots that can be sampled; counts all of them, so not for each step."""
+        slots = np.arange(self.num_slots)
+        at, rest = np.divmod(slots, self.segment_slots)
+        row, lane = np.divmod(rest, self.num_envs)
+        return int(self._sources(self._order[at], row, lane).valid.sum())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has reached its capacity, or its budget."""
+        return self._evicted > 0 or self.num_slots >= self.config.capacity
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by part; `replay` is their sum."""
+        parts = list(self.sealed.values())
+        known = {id(part.dictionary): part.dictionary for part in parts if part.dictionary is not None}
+        metadata = self._action.nbytes + self._flags.nbytes + self._reward.nbytes
+        found = {
+            "frames": sum(part.memory_bytes for part in parts),
+            "buffers": sum(buffer.nbytes for buffer in self._buffers)
+            if self.config.codec == "zstd"
+            else self._open.nbytes,
+            "metadata": metadata,
+            "offsets": sum(8 * len(part._offsets) for part in parts),
+            "dictionaries": sum(len(dictionary.content) for dictionary in known.values()),
+            "priorities": 0 if self._tree is None else self._tree.nodes.nbytes,
+        }
+        return {**found, "replay": sum(found.values())}
+
+    def notes(self) -> list[str]:
+        """Lines for the user that are new since the last call."""
+        new, self._notes = self._notes, []
+        return new
+
+    def wait(self) -> None:
+        """Waits until all that is closed is sealed."""
+        done = threading.Event()
+        self._tasks.put(done.set)
+        done.wait()
+        self._check_thread()
+
+    def close(self) -> None:
+        """Ends the thread and closes the files."""
+        self._tasks.put(None)
+        self._thread.join()
+        for part in self.sealed.values():
+            if not part.in_memory and self.folder is not None and part.file is not None:
+                segments.forget_file(self.folder / part.file)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Any:
+        """What `saving` writes in another thread: references to what never changes, copies of what does."""
+        from dqn.replay.saving import Snapshot
+
+        return Snapshot(self)
+
+    def load(self, manifest: dict[str, Any], folder: Path) -> list[str]:
+        """Goes on from a manifest; returns a line for each file that is missing or damaged, whose slots are a gap."""
+        from dqn.replay.saving import load
+
+        return load(self, manifest, folder)
+
+    def collect(self, manifests: list[dict[str, Any]]) -> None:
+        """Deletes the segment files that no manifest and no live segment names."""
+        from dqn.replay.saving import collect
+
+        collect(self, manifests)

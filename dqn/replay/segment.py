@@ -1,0 +1,291 @@
+"""Sealed segments: immutable, compressed or raw, in memory or in a file, all read the same way.
+
+Frames are compressed in groups of 8 successive rows of one lane: neighbours in time differ by a ball and a paddle, and
+a window of 5 frames touches two groups at most. A dictionary of the game's pictures, trained on one segment and used
+for 8, stands in for what a group would have to say first.
+
+A file is one `.npy` array of bytes, so `np.load(allow_pickle=False)` reads it: header, dictionary, offsets, metadata,
+frames.
+"""
+
+import io
+import os
+import struct
+import threading
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+
+GROUP_ROWS = 8
+LEVEL = 7
+DICTIONARY_BYTES = 32 << 10
+DICTIONARY_SEGMENTS = 8
+"""Segments that share a dictionary: training one takes a core 0.5 s."""
+_HEADER = struct.Struct("<8s8Q")
+_MAGIC = b"DQNSEG01"
+_MAX_OPEN_FILES = 256
+
+
+class Dictionary:
+    """What the compressor knows beforehand; `content` may be empty."""
+
+    def __init__(self, content: bytes):
+        self.content = content
+        self._zstd = zstandard.ZstdCompressionDict(content) if content else None
+        self._decompressor = zstandard.ZstdDecompressor(dict_data=self._zstd)
+        self.decompress = self._decompressor.decompress
+
+    def compressor(self) -> zstandard.ZstdCompressor:
+        """A compressor for one thread; it writes each group's size, without which reading is several times slower."""
+        return zstandard.ZstdCompressor(level=LEVEL, dict_data=self._zstd, write_content_size=True)
+
+
+def train(frames: np.ndarray) -> Dictionary:
+    """A dictionary from the frames u8[R, N, H, W] of a segment; an empty one if they are too few."""
+    samples = [group.tobytes() for group in groups(frames)]
+    try:
+        found = zstandard.train_dictionary(DICTIONARY_BYTES, samples[:: max(1, len(samples) // 256)], level=LEVEL)
+    except zstandard.ZstdError:
+        return Dictionary(b"")
+    return Dictionary(found.as_bytes())
+
+
+def groups(frames: np.ndarray) -> list[np.ndarray]:
+    """The groups of frames u8[R, N, H, W], lane after lane: u8[≤8, H, W] each."""
+    rows, lanes = frames.shape[:2]
+    return [frames[row : row + GROUP_ROWS, lane] for lane in range(lanes) for row in range(0, rows, GROUP_ROWS)]
+
+
+def compress(frames: np.ndarray, dictionary: Dictionary) -> tuple[np.ndarray, np.ndarray]:
+    """The groups' compressed bytes one after the other, u8, and where each begins, i64[groups + 1]."""
+    compressor = dictionary.compressor()
+    parts = [compressor.compress(np.ascontiguousarray(group)) for group in groups(frames)]
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+    return np.frombuffer(b"".join(parts), np.uint8), offsets
+
+
+class Metadata(NamedTuple):
+    """What slots hold besides frames, each [R, N]."""
+
+    action: np.ndarray
+    reward: np.ndarray
+    flags: np.ndarray
+
+
+class Segment:
+    """R rows of N lanes, once they are complete.
+
+    At first it reads from the raw buffer that it was written to; `seal` swaps that for the compressed bytes, `spill`
+    those for a file. Each swap is one assignment, and what `read` returns is the same before and after.
+    """
+
+    def __init__(self, number: int, place: int, frames: np.ndarray):
+        self.number, self.place = number, place
+        self.shape = frames.shape
+        self.sealed = threading.Event()
+        self.file: str | None = None
+        self.checksum = self.file_bytes = self.failed_spills = 0
+        self.leaving = False
+        """Whether it is on its way to its file."""
+        self._lock = threading.Lock()
+        self._raw: np.ndarray | None = frames
+        self._blob: np.ndarray | None = None
+        self._source: tuple[Path, int] | None = None
+        self._offsets: list[int] = []
+        self.dictionary: Dictionary | None = None
+
+    def seal(self, dictionary: Dictionary | None) -> None:
+        """Compresses with a dictionary; None leaves the frames raw."""
+        if dictionary is not None:
+            assert self._raw is not None
+            self.dictionary = dictionary
+            blob, offsets = compress(self._raw, dictionary)
+            self._offsets = offsets.tolist()
+            self._blob = blob
+            self._raw = None
+        self.sealed.set()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of frames in memory, those of a raw buffer that will be used again left out."""
+        if self._blob is not None:
+            return self._blob.nbytes
+        return self._raw.nbytes if self._raw is not None and self.sealed.is_set() else 0
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the frames are in memory."""
+        return self._source is None
+
+    def read(self, row: int, count: int, lane: int, out: np.ndarray) -> None:
+        """Copies the frames of rows `row` to `row + count` of a lane to out u8[count, H, W]."""
+        raw = self._raw
+        if raw is not None:
+            out[:] = raw[row : row + count, lane]
+            return
+        per_lane = -(-self.shape[0] // GROUP_ROWS)
+        height, width = self.shape[2:]
+        while count:
+            group, inside = divmod(row, GROUP_ROWS)
+            taken = min(count, GROUP_ROWS - inside)
+            if self.dictionary is None:
+                out[:taken] = self._read_raw_file(row, taken, lane)
+            else:
+                data = self.dictionary.decompress(self._bytes(lane * per_lane + group))
+                out[:taken] = np.frombuffer(data, np.uint8).reshape(-1, height, width)[inside : inside + taken]
+            row, count, out = row + taken, count - taken, out[taken:]
+
+    def _bytes(self, group: int) -> Any:
+        begin, end = self._offsets[group], self._offsets[group + 1]
+        blob = self._blob
+        if blob is not None:
+            return blob[begin:end]
+        assert self._source is not None
+        path, base = self._source
+        return _read_file(path, base + begin, end - begin)
+
+    def _read_raw_file(self, row: int, count: int, lane: int) -> np.ndarray:
+        assert self._source is not None
+        path, base = self._source
+        _, lanes, height, width = self.shape
+        size = height * width
+        parts = [_read_file(path, base + ((row + i) * lanes + lane) * size, size) for i in range(count)]
+        return np.frombuffer(b"".join(parts), np.uint8).reshape(count, height, width)
+
+    def to_file(self, folder: Path, metadata: Metadata) -> None:
+        """Writes the segment's file, if that is not done: under a temporary name, to the disk, then renamed.
+
+        Raises:
+            OSError: the disk does not take it; nothing else has changed.
+        """
+        with self._lock:
+            if self.file is None:
+                frames = self._raw if self._raw is not None else self._blob
+                assert frames is not None
+                name = f"segment-{self.number:08d}.npy"
+                content = pack(self.number, self.shape, self.dictionary, self._offsets, metadata, frames)
+                self.checksum, self.file_bytes = write_file(folder / name, content)
+                self.file = name
+
+    def spill(self, folder: Path) -> None:
+        """Reads from its file from now on, and frees the memory."""
+        assert self.file is not None
+        path = folder / self.file
+        base = path.stat().st_size - self._frame_bytes()
+        self._source = (path, base)
+        self._blob = self._raw = None
+
+    def _frame_bytes(self) -> int:
+        return self._offsets[-1] if self.dictionary is not None else int(np.prod(self.shape))
+
+
+def pack(
+    number: int,
+    shape: tuple[int, ...],
+    dictionary: Dictionary | None,
+    offsets: list[int],
+    metadata: Metadata,
+    frames: np.ndarray,
+) -> list[Any]:
+    """The parts of a segment's file, in their order."""
+    known = b"" if dictionary is None else dictionary.content
+    frames = frames.reshape(-1)
+    header = _HEADER.pack(_MAGIC, number, *shape, dictionary is not None, len(known), frames.size)
+    table = np.asarray(offsets, "<u8").tobytes()
+    parts = [header, known, table, *(np.ascontiguousarray(part).tobytes() for part in metadata), frames]
+    size = sum(len(part) for part in parts)
+    top = io.BytesIO()
+    np.lib.format.write_array_header_1_0(top, {"descr": "|u1", "fortran_order": False, "shape": (size,)})
+    return [top.getvalue(), *parts]
+
+
+def write_file(path: Path, parts: list[Any]) -> tuple[int, int]:
+    """Writes a file that is whole or absent; returns its CRC-32 and size."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    checksum = size = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+                checksum, size = zlib.crc32(part, checksum), size + len(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return checksum, size
+
+
+def unpack(
+    path: Path, checksum: int, size: int, place: int, dictionaries: dict[bytes, Dictionary]
+) -> tuple[Segment, Metadata]:
+    """Reads a segment's file back; equal dictionaries are kept once.
+
+    Raises:
+        ValueError: the file is missing, damaged, or no segment; the text names it.
+    """
+    try:
+        content = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise ValueError(f"replay segment {path.name}: {error.strerror}") from None
+    if content.size != size or zlib.crc32(content) != checksum:
+        raise ValueError(f"replay segment {path.name} is damaged: it differs from its checksum")
+    content = np.load(io.BytesIO(content.tobytes()), allow_pickle=False)
+    magic, number, rows, lanes, height, width, zstd, known, frame_bytes = _HEADER.unpack_from(content)
+    if magic != _MAGIC:
+        raise ValueError(f"replay segment {path.name} is of another format")
+    position = _HEADER.size
+
+    def take(count: int, dtype: str) -> np.ndarray:
+        nonlocal position
+        part = np.frombuffer(content, dtype, count, position)
+        position += part.nbytes
+        return part
+
+    dictionary = take(known, "u1").tobytes()
+    num_groups = lanes * -(-rows // GROUP_ROWS)
+    offsets = take(num_groups + 1 if zstd else 0, "<u8")
+    slots = rows * lanes
+    metadata = Metadata(*(take(slots, kind).reshape(rows, lanes) for kind in ("u1", "<f4", "u1")))
+    frames = take(frame_bytes, "u1").copy()
+    shape = (rows, lanes, height, width)
+    segment = Segment(number, place, frames if zstd else frames.reshape(shape))
+    segment.shape = shape
+    segment.file, segment.checksum, segment.file_bytes = path.name, checksum, size
+    if zstd:
+        segment.dictionary = dictionaries.setdefault(dictionary, Dictionary(dictionary))
+        segment._offsets, segment._blob, segment._raw = offsets.tolist(), frames, None
+    segment.sealed.set()
+    return segment, metadata
+
+
+_open_files: dict[Path, int] = {}
+_open_files_lock = threading.Lock()
+
+
+def _read_file(path: Path, offset: int, size: int) -> bytes:
+    """Reads a part of a file; the newest few hundred files stay open."""
+    with _open_files_lock:
+        handle = _open_files.pop(path, None)
+        if handle is None:
+            while len(_open_files) >= _MAX_OPEN_FILES:
+                os.close(_open_files.pop(next(iter(_open_files))))
+            handle = os.open(path, os.O_RDONLY)
+        _open_files[path] = handle
+        data = os.pread(handle, size, offset)
+    if len(data) != size:
+        raise OSError(f"{path} is shorter than it was")
+    return data
+
+
+def forget_file(path: Path) -> None:
+    """Closes a file that is not read any more."""
+    with _open_files_lock:
+        handle = _open_files.pop(path, None)
+        if handle is not None:
+            os.close(handle)
