@@ -138,9 +138,7 @@ class Learner:
         resolved: device, precision and threads; None decides them here.
     """
 
-    def __init__(
-        self, config: Config, num_actions: int, generator: torch.Generator, resolved: Resolved | None = None
-    ):
+    def __init__(self, config: Config, num_actions: int, generator: torch.Generator, resolved: Resolved | None = None):
         self.config = config.learner
         self.resolved = resolved or resolve(config.learner)
         self.device = torch.device(self.resolved.device)
@@ -160,8 +158,10 @@ class Learner:
         self._online, self._target = (FastNetwork(self._layout, dtype, self.device) for _ in range(2))
         self._online.take(self.parameters)
         self._target.take(self.target_parameters)
-        kind = {"adam": Adam, "rmsprop": RMSPropGraves}[self.config.optimizer]
-        self.optimizer = kind(self.parameters, self.config.learning_rate, self.config.optimizer_epsilon)
+        kind = Adam if self.config.optimizer == "adam" else RMSPropGraves
+        self.optimizer: Adam | RMSPropGraves = kind(
+            self.parameters, self.config.learning_rate, self.config.optimizer_epsilon
+        )
         self.updates = 0
         fp16 = self.resolved.precision == "fp16"
         self._scale = torch.tensor(LOSS_SCALE if fp16 else 1.0, device=self.device)

@@ -188,7 +188,6 @@ class Run:
             self.frames.state[:] = state["frames"].numpy()
             self.log.games.load_state_dict(state["games"])
         else:
-            self.replay.cut()
             self._begin()
             self.log.say("the games in flight were cut: new ones begin, and no return is recorded for the cut ones")
         self._refill(state["num_slots"])

@@ -105,7 +105,6 @@ def test_catch_is_solved(precision, tmp_path, monkeypatch):
         learner__learning_rate=5e-4,
         learner__gamma=0.9,
         learner__precision=precision,
-        learner__num_threads=0,
         policy__epsilon_decay_steps=2_500,
         policy__epsilon_final=0.05,
         budget__max_steps=5_200,

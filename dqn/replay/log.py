@@ -60,7 +60,7 @@ class Transitions(NamedTuple):
     bootstrap_steps: np.ndarray
     discount: np.ndarray
     weight: np.ndarray | None
-    index: np.ndarray | None
+    index: np.ndarray | None  # type: ignore[assignment]  # hides tuple.index
 
 
 def segment_rows(config: ReplayConfig, num_envs: int, window: int) -> int:

@@ -113,9 +113,9 @@ def _load_one(
     except ValueError as error:
         notes.append(f"{error}; its slots are gone")
         return None
-    if replay.config.spill_dir is not None and replay.config.ram_budget_mib is not None:
-        if name.startswith("segment-"):
-            part.spill(folder)  # what fits is read from the page cache; RAM stays within the budget
+    spills = replay.config.spill_dir is not None and replay.config.ram_budget_mib is not None
+    if spills and name.startswith("segment-"):
+        part.spill(folder)  # what fits is read from the page cache; RAM stays within the budget
     return part, metadata
 
 

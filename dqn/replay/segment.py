@@ -45,7 +45,7 @@ class Dictionary:
 
 def train(frames: np.ndarray) -> Dictionary:
     """A dictionary from the frames u8[R, N, H, W] of a segment; an empty one if they are too few."""
-    samples = [group.tobytes() for group in groups(frames)]
+    samples: list[Any] = [group.tobytes() for group in groups(frames)]
     try:
         found = zstandard.train_dictionary(DICTIONARY_BYTES, samples[:: max(1, len(samples) // 256)], level=LEVEL)
     except zstandard.ZstdError:
@@ -62,7 +62,7 @@ def groups(frames: np.ndarray) -> list[np.ndarray]:
 def compress(frames: np.ndarray, dictionary: Dictionary) -> tuple[np.ndarray, np.ndarray]:
     """The groups' compressed bytes one after the other, u8, and where each begins, i64[groups + 1]."""
     compressor = dictionary.compressor()
-    parts = [compressor.compress(np.ascontiguousarray(group)) for group in groups(frames)]
+    parts = [compressor.compress(np.ascontiguousarray(group).data) for group in groups(frames)]
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
     return np.frombuffer(b"".join(parts), np.uint8), offsets
 
@@ -233,7 +233,7 @@ def unpack(
         content = np.fromfile(path, np.uint8)
     except OSError as error:
         raise ValueError(f"replay segment {path.name}: {error.strerror}") from None
-    if content.size != size or zlib.crc32(content) != checksum:
+    if content.size != size or zlib.crc32(content.data) != checksum:
         raise ValueError(f"replay segment {path.name} is damaged: it differs from its checksum")
     content = np.load(io.BytesIO(content.tobytes()), allow_pickle=False)
     magic, number, rows, lanes, height, width, zstd, known, frame_bytes = _HEADER.unpack_from(content)
