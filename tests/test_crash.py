@@ -233,24 +233,34 @@ def test_max_hours_stops_in_time_and_resumes(tmp_path):
     assert code == 0 and f"resumed at step {step:,}" in output, output
 
 
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
 def test_a_flipped_byte_in_each_file_is_named(tmp_path):
     folder = tmp_path / "run"
-    code, output = finish(folder, budget__max_steps=1_200)
+    code, output = finish(folder, budget__max_steps=1_210, evaluation__period_steps=1_000_000)
     assert code == 0, output
     newest = checkpoint.generations(folder / "checkpoint")[0].path
-    segments = sorted((folder / "replay").iterdir())
-    for path in [newest, segments[0]]:
-        good = path.read_bytes()
-        bad = bytearray(good)
-        bad[len(bad) // 2] ^= 0x10
-        path.write_bytes(bad)
-        more = 1_250 + 50 * [newest, segments[0]].index(path)
-        code, output = finish(folder, budget__max_steps=more)
-        assert code == 0 and path.name in output and "warning" in output, output
-    for path in list((folder / "replay").iterdir())[:1]:
-        path.unlink()
-        code, output = finish(folder, budget__max_steps=1_400)
-        assert code == 0 and path.name in output, output
+    flip(newest)
+    code, output = finish(folder, budget__max_steps=1_260)
+    assert code == 0 and f"warning: {newest}" in output, output
+
+    def replay_files():
+        manifest = checkpoint.load_newest(folder / "checkpoint")[0]["replay"]
+        return [folder / "replay" / entry["file"] for entry in [*manifest["segments"], manifest["open"]] if entry]
+
+    for number, position in enumerate([0, -2, -1]):
+        path = replay_files()[position]
+        flip(path)
+        code, output = finish(folder, budget__max_steps=1_310 + 50 * number)
+        assert code == 0 and f"{path.name} is damaged" in output, output
+    path = replay_files()[-2]
+    path.unlink()
+    code, output = finish(folder, budget__max_steps=1_900)
+    assert code == 0 and f"{path.name}: No such file" in output, output
     for path in (folder / "checkpoint").iterdir():
         path.write_bytes(b"")
     code, output = finish(folder, budget__max_steps=1_500)
