@@ -188,7 +188,6 @@ class Learner:
             NonFiniteLoss: on a CPU, where it costs nothing to look; on a GPU `LearnMetrics.check` does.
         """
         with torch.no_grad():
-            self._gradient.zero_()
             size = len(batch.action) // self.config.gradient_accumulation
             parts = [self._accumulate(batch, slice(i, i + size)) for i in range(0, len(batch.action), size)]
             errors, values, losses = (torch.cat([part[i] for part in parts]) for i in range(3))
@@ -217,7 +216,7 @@ class Learner:
             share = 1.0 if self.config.loss == "clipped_sum" else len(error) / len(batch.action)
             loss = td_loss(error, self.config.loss, weight) * share
             (q_gradient,) = torch.autograd.grad(loss * self._scale, q)
-        self._online.backward(q_gradient, activations, self._gradient_views)
+        self._online.backward(q_gradient, activations, self._gradient_views, add=part.start > 0)
         error = error.detach()
         return error, target - error, loss.detach().unsqueeze(0)
 
@@ -269,7 +268,7 @@ class Learner:
 
     def network_state_dict(self) -> dict[str, Tensor]:
         """The online network's parameters by `QNetwork`'s names, on the CPU."""
-        return networks.to_plain(self._layout.views(self.parameters.detach().cpu().clone()))
+        return networks.to_plain(self._layout.views(self.parameters.cpu()))
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything that an update depends on."""

@@ -125,7 +125,7 @@ def to_plain(views: dict[str, Tensor]) -> dict[str, Tensor]:
     hidden = views["hidden.weight"]
     side = round((hidden.shape[1] // 64) ** 0.5)
     parts["hidden.weight"] = hidden.unflatten(1, (side, side, 64)).permute(0, 3, 1, 2).flatten(1)
-    return {name: part.contiguous() for name, part in parts.items()}
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
 
 
 class Activations(NamedTuple):
@@ -153,6 +153,7 @@ class FastNetwork:
         total = sum(size.numel() for size in layout.sizes.values())
         self.flat = torch.zeros(total, dtype=dtype, device=device)
         self._w = layout.views(self.flat)
+        self._hidden_gradient = torch.empty_like(self._w["hidden.weight"])
         self._kernels = {name: self._w[f"{name}.weight"].permute(0, 3, 1, 2) for name in ("conv1", "conv2", "conv3")}
 
     def take(self, masters: Tensor) -> None:
@@ -172,23 +173,28 @@ class FastNetwork:
         q = F.linear(hidden, w["output.weight"], w["output.bias"])
         return q.float(), Activations(x, y1, y2, y3, flat, hidden)
 
-    def backward(self, q_gradient: Tensor, a: Activations, gradient: dict[str, Tensor]) -> None:
-        """Adds the parameters' gradients to views of a flat float32 vector, given dL/dQ f32[B, A]."""
+    def backward(self, q_gradient: Tensor, a: Activations, gradient: dict[str, Tensor], add: bool = False) -> None:
+        """Writes the parameters' gradients into views of a flat float32 vector, or adds them, given dL/dQ f32[B, A]."""
         w, k = self._w, self._kernels
+
+        def put(name: str, value: Tensor) -> None:
+            gradient[name].add_(value) if add else gradient[name].copy_(value)
+
         g = q_gradient.to(self.flat.dtype)
-        gradient["output.weight"].add_(g.t() @ a.hidden)
-        gradient["output.bias"].add_(q_gradient.sum(0))
+        put("output.weight", g.t() @ a.hidden)
+        put("output.bias", q_gradient.sum(0))
         g = torch.ops.aten.threshold_backward(g @ w["output.weight"], a.hidden, 0)
-        gradient["hidden.weight"].add_(g.t() @ a.flat)
-        gradient["hidden.bias"].add_(g.float().sum(0))
+        if add or self.flat.dtype != torch.float32:
+            put("hidden.weight", torch.mm(g.t(), a.flat, out=self._hidden_gradient))
+        else:  # 6 MB that need no copy
+            torch.mm(g.t(), a.flat, out=gradient["hidden.weight"])
+        put("hidden.bias", g.float().sum(0))
         g = (g @ w["hidden.weight"]).view(a.y3.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
         for name, below, above, stride in (("conv3", a.y2, a.y3, 1), ("conv2", a.y1, a.y2, 2), ("conv1", a.x, a.y1, 1)):
             g = torch.ops.aten.threshold_backward(g, above, 0)
             needed = [name != "conv1", True, True]
-            size = [g.shape[1]]
             g, kernel, bias = torch.ops.aten.convolution_backward(
-                g, below, k[name], size, [stride] * 2, [0, 0], [1, 1], False, [0, 0], 1, needed
+                g, below, k[name], [g.shape[1]], [stride] * 2, [0, 0], [1, 1], False, [0, 0], 1, needed
             )
-            scale = 1 / 255 if name == "conv1" else 1.0
-            gradient[f"{name}.weight"].add_(kernel.permute(0, 2, 3, 1), alpha=scale)
-            gradient[f"{name}.bias"].add_(bias)
+            put(f"{name}.weight", kernel.permute(0, 2, 3, 1) * (1 / 255 if name == "conv1" else 1))
+            put(f"{name}.bias", bias)
