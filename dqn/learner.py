@@ -11,6 +11,7 @@ come in once as `uint8`; the state is the first S of them, the next state S of t
 
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from dqn import networks
 from dqn.config import Config, LearnerConfig, UsageError
-from dqn.losses import q_learning_target, td_error, td_loss
+from dqn.losses import clipped_td_loss, q_learning_target, td_error
 from dqn.memory import cores
 from dqn.networks import FastNetwork, QNetwork
 from dqn.optim import Adam, RMSPropGraves
@@ -29,6 +30,8 @@ from dqn.replay import Transitions
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE, GROWTH_UPDATES = 2.0**16, 2_000
 """fp16: the first loss scale, and the updates without overflow after which it doubles."""
+EAGER_UPDATES = 3
+"""CUDA: updates before the one that is recorded as a graph."""
 
 
 class NonFiniteLoss(Exception):
@@ -144,29 +147,24 @@ class Learner:
         self.device = torch.device(self.resolved.device)
         if self.device.type == "cpu":
             torch.set_num_threads(self.resolved.num_threads)
-        stack, size = config.env.stack_size, config.env.screen_size
-        self._plain = QNetwork(num_actions, stack, size)
-        self._layout = networks.shapes(num_actions, stack, size)
-        initial = networks.to_fast(networks.initial_parameters(self._plain, generator))
-        self.parameters = initial.to(self.device)
+        shape = (num_actions, config.env.stack_size, config.env.screen_size)
+        self._plain, self._stack = QNetwork(*shape), config.env.stack_size
+        self.parameters = networks.pack(networks.initial_parameters(self._plain, generator)).to(self.device)
         """θ, float32."""
         self.target_parameters = self.parameters.clone()
         """θ⁻, float32."""
+        self._dtype = DTYPES[self.resolved.precision]
+        self._online = FastNetwork(self.parameters, *shape, self._dtype)
+        self._target = FastNetwork(self.target_parameters, *shape, self._dtype)
         self._gradient = torch.zeros_like(self.parameters)
-        self._gradient_views = self._layout.views(self._gradient)
-        dtype = DTYPES[self.resolved.precision]
-        self._online, self._target = (FastNetwork(self._layout, dtype, self.device) for _ in range(2))
-        self._online.take(self.parameters)
-        self._target.take(self.target_parameters)
-        kind = Adam if self.config.optimizer == "adam" else RMSPropGraves
-        self.optimizer: Adam | RMSPropGraves = kind(
-            self.parameters, self.config.learning_rate, self.config.optimizer_epsilon
-        )
+        self._gradient_views = self._online.views(self._gradient)
+        kind = {"adam": Adam, "rmsprop": RMSPropGraves}[self.config.optimizer]
+        self.optimizer = kind(self.parameters, self.config.learning_rate, self.config.optimizer_epsilon)
         self.updates = 0
-        fp16 = self.resolved.precision == "fp16"
-        self._scale = torch.tensor(LOSS_SCALE if fp16 else 1.0, device=self.device)
+        scale = LOSS_SCALE if self._dtype == torch.float16 else 1.0
+        self._scale = torch.tensor(scale, device=self.device)
         self._good_updates = torch.zeros((), device=self.device)
-        self._stack, self._buffers = stack, _Buffers(self._layout.side, dtype, self.device)
+        self._inputs, self._graph = _Inputs(self.device), _Graph(self._update)
 
     def describe(self) -> str:
         """Device, precision and threads in words."""
@@ -175,155 +173,182 @@ class Learner:
             return f"{torch.cuda.get_device_name()}, {precision}"
         return f"CPU, {threads} threads, {precision}"
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def q_values(self, states: np.ndarray) -> np.ndarray:
         """Q values f32[N, A] of states u8[N, S, H, W]."""
-        blocks = self._buffers.blocks(states)
-        return self._online.forward(self._buffers.working(blocks, "act"))[0].cpu().numpy()
+        blocks = networks.space_to_depth(torch.from_numpy(states).to(self.device))
+        return self._online.forward(blocks.to(self._dtype))[0].cpu().numpy()
 
+    @torch.no_grad()
     def learn(self, batch: Transitions) -> LearnMetrics:
-        """One gradient step on a batch.
+        """One gradient step on a batch; its metrics hold until the next one.
 
         Raises:
             NonFiniteLoss: on a CPU, where it costs nothing to look; on a GPU `LearnMetrics.check` does.
         """
-        with torch.no_grad():
-            size = len(batch.action) // self.config.gradient_accumulation
-            parts = [self._accumulate(batch, slice(i, i + size)) for i in range(0, len(batch.action), size)]
-            errors, values, losses = (torch.cat([part[i] for part in parts]) for i in range(3))
-            loss = losses.sum()
-            if self.device.type == "cpu" and not torch.isfinite(loss):
-                raise NonFiniteLoss(self._complaint(loss, batch))
-            self._step()
-            errors = errors.abs_()
-            return LearnMetrics(loss, values.mean(), errors.mean(), errors, self._gradient)
+        self._inputs.load(batch)
+        metrics = self._graph.run() if self.device.type == "cuda" else self._update()
+        self.updates += 1
+        return metrics
 
-    def _accumulate(self, batch: Transitions, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds a part's gradient; returns its TD errors, Q(s, a), and its share of the loss as [1]."""
-        to = self._buffers.to_device
-        blocks = self._buffers.blocks(batch.window[part])
-        action, reward, discount = to(batch.action[part]), to(batch.reward[part]), to(batch.discount[part])
-        weight = None if batch.weight is None else to(batch.weight[part])
-        state = self._buffers.working(blocks[..., : 16 * self._stack], "state")
-        following = self._buffers.working(self._following(blocks, batch.bootstrap_steps[part]), "next")
+    def _update(self) -> LearnMetrics:
+        batch = len(self._inputs["action"])
+        size = batch // self.config.gradient_accumulation
+        parts = [self._differentiate(slice(i, i + size), size / batch) for i in range(0, batch, size)]
+        loss, errors, values = (torch.cat([part[i] for part in parts]) for i in range(3))
+        loss = loss.sum()
+        if self.device.type == "cpu" and not torch.isfinite(loss):
+            raise NonFiniteLoss(self._complaint(loss))
+        self._step()
+        errors = errors.abs_()
+        return LearnMetrics(loss, values.mean(), errors.mean(), errors, self._gradient)
+
+    def _differentiate(self, part: slice, share: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of a part of the batch, added to those before; returns its loss [1], TD errors and Q(s, a)."""
+        inputs = {name: values[part] for name, values in self._inputs.items()}
+        blocks = networks.space_to_depth(inputs["window"])
+        state = blocks[..., : 16 * self._stack].to(self._dtype)
+        following = self._following(blocks, inputs["bootstrap_steps"]).to(self._dtype)
 
         selector_q = self._online.forward(following)[0] if self.config.double_q else None
-        target = q_learning_target(reward, discount, self._target.forward(following)[0], selector_q)
+        next_q = self._target.forward(following)[0]
+        target = q_learning_target(inputs["reward"], inputs["discount"], next_q, selector_q)
         q, activations = self._online.forward(state)
-        with torch.enable_grad():  # of the loss alone: the network's part is written out
-            q.requires_grad_()
-            error = td_error(q, action, target)
-            share = 1.0 if self.config.loss == "clipped_sum" else len(error) / len(batch.action)
-            loss = td_loss(error, self.config.loss, weight) * share
-            (q_gradient,) = torch.autograd.grad(loss * self._scale, q)
+        error = td_error(q, inputs["action"], target)
+        loss, gradient = clipped_td_loss(error, self.config.loss, inputs.get("weight"))
+        if self.config.loss != "clipped_sum":  # a part's mean counts as much as the part
+            loss, gradient = loss * share, gradient * share
+        column = (gradient * self._scale).unsqueeze(1)
+        q_gradient = torch.zeros_like(q).scatter_(1, inputs["action"].unsqueeze(1), column)
         self._online.backward(q_gradient, activations, self._gradient_views, add=part.start > 0)
-        error = error.detach()
-        return error, target - error, loss.detach().unsqueeze(0)
+        return loss.unsqueeze(0), error, target - error
 
-    def _following(self, blocks: Tensor, bootstrap_steps: np.ndarray) -> Tensor:
+    def _following(self, blocks: Tensor, bootstrap_steps: Tensor) -> Tensor:
         """The pictures of the next states, [B, h, w, 16·S]."""
         if self.config.n_steps == 1:
             return blocks[..., 16:]
         frames = blocks.unflatten(3, (-1, 16))
-        first = self._buffers.to_device(bootstrap_steps)
-        index = first[:, None] + torch.arange(self._stack, device=self.device)
-        lanes = torch.arange(len(first), device=self.device)[:, None]
-        return frames[lanes, :, :, index].permute(0, 2, 3, 1, 4).flatten(3)
+        index = bootstrap_steps[:, None] + torch.arange(self._stack, device=self.device)
+        rows = torch.arange(len(index), device=self.device)[:, None]
+        return frames[rows, :, :, index].permute(0, 2, 3, 1, 4).flatten(3)
 
     def _step(self) -> None:
         found_inf = None
-        if self.resolved.precision == "fp16":
+        if self._dtype == torch.float16:  # an overflow: no step, half the scale
             self._gradient.div_(self._scale)
             found_inf = (~torch.isfinite(self._gradient).all()).float()
+            self._gradient.masked_fill_(found_inf > 0, 0)
             self._good_updates.add_(1).mul_(1 - found_inf)
             grow = (self._good_updates == GROWTH_UPDATES).float()
             self._scale.mul_(1 - 0.5 * found_inf + grow)
             self._good_updates.mul_(1 - grow)
         self.optimizer.step(self.parameters, self._gradient, found_inf)
-        self._online.take(self.parameters)
-        self.updates += 1
+        self._online.refresh()
         if self.config.target == "polyak":
             self.target_parameters.lerp_(self.parameters, self.config.polyak_tau)
-            self._target.take(self.target_parameters)
+            self._target.refresh()
 
-    def _complaint(self, loss: Tensor, batch: Transitions) -> str:
+    def _complaint(self, loss: Tensor) -> str:
+        reward, window = self._inputs["reward"], self._inputs["window"]
         finite = bool(torch.isfinite(self.parameters).all())
         return (
-            f"the loss of update {self.updates + 1:,} is {float(loss)}: rewards {batch.reward.min():g} to"
-            f" {batch.reward.max():g}, pixels {batch.window.min()} to {batch.window.max()}, parameters"
-            f" {'finite' if finite else 'not finite'}; a smaller learner.learning_rate may help"
+            f"the loss of update {self.updates + 1:,} is {float(loss)}: rewards {reward.min():g} to {reward.max():g},"
+            f" pixels {window.min()} to {window.max()}, parameters {'finite' if finite else 'not finite'}; a smaller"
+            " learner.learning_rate may help"
         )
 
     def update_target(self) -> None:
         """θ⁻ ← θ; with Polyak averaging the target follows at each update instead."""
         if self.config.target == "periodic":
             self.target_parameters.copy_(self.parameters)
-            self._target.take(self.target_parameters)
+            self._target.refresh()
 
     def num_bytes(self) -> int:
         """Bytes of parameters, gradient, optimizer and buffers."""
-        tensors = [self.parameters, self.target_parameters, self._gradient, self._online.flat, self._target.flat]
-        tensors += [*self.optimizer.state().values(), *self._buffers.tensors()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = [self.parameters, self.target_parameters, self._gradient, self._online.working, self._target.working]
+        tensors += [*self.optimizer.state().values(), *self._inputs.buffers()]
+        return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
     def network_state_dict(self) -> dict[str, Tensor]:
         """The online network's parameters by `QNetwork`'s names, on the CPU."""
-        return networks.to_plain(self._layout.views(self.parameters.cpu()))
+        return networks.unpack(self.parameters.cpu(), self._plain)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        own = {"parameters": self.parameters, "target_parameters": self.target_parameters}
+        own |= {"scale": self._scale, "good_updates": self._good_updates}
+        return own | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything that an update depends on."""
-        tensors = {"parameters": self.parameters, "target_parameters": self.target_parameters, "scale": self._scale}
-        tensors |= {"good_updates": self._good_updates}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        return {"updates": self.updates, **{name: tensor.cpu().clone() for name, tensor in tensors.items()}}
+        return {"updates": self.updates, **{name: tensor.cpu().clone() for name, tensor in self._tensors().items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state_dict`."""
         self.updates = state["updates"]
-        own = {"parameters": self.parameters, "target_parameters": self.target_parameters, "scale": self._scale}
-        own |= {"good_updates": self._good_updates}
-        own |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        for name, tensor in own.items():
+        for name, tensor in self._tensors().items():
             tensor.copy_(state[name])
-        self._online.take(self.parameters)
-        self._target.take(self.target_parameters)
+        self._online.refresh()
+        self._target.refresh()
 
 
-class _Buffers:
-    """Memory that is allocated once: a batch on its way from `uint8` windows to blocked pictures on the device."""
+class _Inputs(dict[str, Tensor]):
+    """A batch on the device; on a GPU in memory that is allocated once, by way of pinned memory."""
 
-    def __init__(self, side: int, dtype: torch.dtype, device: torch.device):
-        self._side, self._dtype, self._device = side, dtype, device
-        self._kept: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
+        self._pinned: dict[str, Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        key = (name, shape)
-        if key not in self._kept:
-            pin = device.type == "cpu" and self._device.type == "cuda"
-            self._kept[key] = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin)
-        return self._kept[key]
-
-    def blocks(self, windows: np.ndarray) -> Tensor:
-        """Blocked pictures u8[B, h, w, 16·F] on the device; `uint8` is all that travels."""
-        batch, frames = windows.shape[:2]
-        shape = (batch, self._side, self._side, 16 * frames)
-        out = self._buffer("blocks", shape, torch.uint8, torch.device("cpu"))
-        networks.space_to_depth(torch.from_numpy(windows), out)
+    def load(self, batch: Transitions) -> None:
+        """Takes a batch over; `uint8` windows are what travels, and the loop does not wait for them to arrive."""
+        arrays = {name: array for name, array in batch._asdict().items() if array is not None and name != "index"}
         if self._device.type == "cpu":
-            return out
-        return self._buffer("device", shape, torch.uint8, self._device).copy_(out, non_blocking=True)
+            self.update({name: torch.from_numpy(array) for name, array in arrays.items()})
+            return
+        if self._copied is None:
+            self._copied = torch.cuda.Event()
+        self._copied.synchronize()  # the pinned memory is free again: the last batch has arrived
+        for name, array in arrays.items():
+            host = torch.from_numpy(array)
+            if name not in self:
+                self._pinned[name] = torch.empty_like(host, pin_memory=True)
+                self[name] = torch.empty_like(host, device=self._device)
+            self[name].copy_(self._pinned[name].copy_(host), non_blocking=True)
+        self._copied.record()
 
-    def working(self, blocks: Tensor, name: str) -> Tensor:
-        """The same in the working precision."""
-        return self._buffer(name, tuple(blocks.shape), self._dtype, self._device).copy_(blocks)
+    def buffers(self) -> list[Tensor]:
+        """What is kept."""
+        return [*self._pinned.values(), *self.values()] if self._pinned else []
 
-    def to_device(self, values: np.ndarray) -> Tensor:
-        """A small array."""
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
-    def tensors(self) -> list[Tensor]:
-        """What is held."""
-        return list(self._kept.values())
+class _Graph:
+    """An update as a CUDA graph: eager at first, as PyTorch asks, then recorded once and replayed.
+
+    All that it reads and writes stays where it is in memory, loaded checkpoints and copied targets included.
+    """
+
+    def __init__(self, update: Callable[[], LearnMetrics]):
+        self._update, self._eager_updates = update, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._metrics: LearnMetrics | None = None
+
+    def run(self) -> LearnMetrics:
+        """One update; the metrics' memory is the next one's, too."""
+        if self._graph is None and self._eager_updates < EAGER_UPDATES:
+            self._eager_updates += 1
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                metrics = self._update()
+            torch.cuda.current_stream().wait_stream(stream)
+            return metrics
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._metrics = self._update()
+        self._graph.replay()
+        return self._metrics  # type: ignore[return-value]
 
 
 def load_policy(state: dict[str, Any]) -> QNetwork:
@@ -337,8 +362,7 @@ def load_policy(state: dict[str, Any]) -> QNetwork:
         shape = (state["num_actions"], env["env.stack_size"], env["env.screen_size"])
         network = QNetwork(*shape)
         if "learner" in state:  # a checkpoint
-            views = networks.shapes(*shape).views(state["learner"]["parameters"])
-            network.load_state_dict(networks.to_plain(views))
+            network.load_state_dict(networks.unpack(state["learner"]["parameters"], network))
         else:
             network.load_state_dict(state["network"])
     except (KeyError, TypeError, RuntimeError) as error:

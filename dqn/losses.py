@@ -26,18 +26,19 @@ def td_error(q: Tensor, action: Tensor, target: Tensor) -> Tensor:
     return target - q.gather(1, action.unsqueeze(1)).squeeze(1)
 
 
-def td_loss(error: Tensor, kind: str, weight: Tensor | None = None) -> Tensor:
-    """The loss of a batch whose gradient trains the network, a scalar.
+def clipped_td_loss(error: Tensor, kind: str, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, a scalar, and its gradient by Q(s, a), [B].
+
+    With c the slope of a transition's loss, that loss is c · (δ − c/2): δ²/2 where c = δ, and |δ| − 1/2 where c = ±1.
 
     Args:
         error: [B], the TD errors δ.
-        kind: `huber`, the mean of δ²/2 within ±1 and |δ| − 1/2 beyond; `squared`, the mean of δ²/2;
-            `clipped_sum`, the original's: δ clipped to ±1 in the gradient, summed over the batch. Its sum has B times
-            the gradient of the mean, which RMSProp's ε has to match.
+        kind: `huber`, δ clipped to ±1 as slope, mean over the batch; `squared`, δ itself, mean; `clipped_sum`, the
+            original's: clipped, but summed. Its gradient is B times the mean's, which RMSProp's ε has to match.
         weight: [B], importance weights; None: all 1.
     """
-    huber = torch.where(error.abs() <= 1, 0.5 * error.square(), error.abs() - 0.5)
-    loss = 0.5 * error.square() if kind == "squared" else huber
-    if weight is not None:
-        loss = loss * weight
-    return loss.sum() if kind == "clipped_sum" else loss.mean()
+    slope = error if kind == "squared" else error.clamp(-1, 1)
+    weighted = slope if weight is None else slope * weight
+    loss = torch.dot(weighted, error - slope / 2)
+    share = 1.0 if kind == "clipped_sum" else 1 / len(error)
+    return loss * share, weighted * -share

@@ -1,11 +1,13 @@
 """Nature's convolutional network, twice: plain, and laid out as the processor likes it.
 
-`QNetwork` is the network of Mnih et al. 2015 as anyone would write it. `FastNetwork` is the same function with the
-same parameters in one flat vector:
+`QNetwork` is the network of Mnih et al. 2015 as anyone would write it. `FastNetwork` is the same function, of the same
+parameters in one flat vector:
 
 - conv1, 8×8 with stride 4, is exactly a 2×2 convolution with stride 1 over pictures whose 4×4 blocks are 16 channels
-  ("space to depth"): no strided reads, and 16·S channels instead of S.
-- Everything is channels-last, so the flattening before the hidden layer is a view.
+  ("space to depth"): no strided reads, and 16·S channels instead of S. conv2, 4×4 with stride 2, is likewise a 2×2
+  convolution over 2×2 blocks of 128 channels.
+- Convolutions are channels-last, so the flattening before the hidden layer is a view. The fully connected layers keep
+  transitions as columns, `W x + b` as in a textbook: the large W is then read as it lies.
 - Pixels stay 0…255 (bf16 holds them exactly); 1/255 is folded into conv1's working weights.
 - The backward pass is written out: no gradient of the input, none of what no one needs, and each gradient lands in
   its place in the flat vector. `tests/test_networks.py` holds it to autograd's.
@@ -19,6 +21,8 @@ from torch.nn import functional as F
 
 BLOCK = 4
 """Side of the pixel blocks that become channels: conv1's stride."""
+PIXEL = 1 / 255
+"""What a step of a pixel's value is to the network."""
 
 
 class QNetwork(nn.Module):
@@ -57,144 +61,166 @@ def initial_parameters(network: QNetwork, generator: torch.Generator) -> dict[st
     return values
 
 
-def space_to_depth(windows: Tensor, out: Tensor) -> Tensor:
-    """Rearranges u8[B, F, H, W] into out u8[B, h, w, 16·F], where h = H/4: block rows, then pixels of a block.
+def space_to_depth(windows: Tensor) -> Tensor:
+    """Rearranges u8[B, F, H, W] into u8[B, h, w, 16·F], where h = H/4: frames, then the pixels of a block.
 
-    Runs of four pixels move as one 32-bit word: 0.5 ms for 32 windows of 5, against 6.6 ms byte by byte.
+    Runs of four pixels move as one 32-bit word: 0.25 ms for 32 windows of 5 frames, against 6.6 ms byte by byte.
     """
-    batch, frames = windows.shape[:2]
-    height, width = out.shape[1:3]
+    height, width = windows.shape[2] // BLOCK, windows.shape[3] // BLOCK
     windows = windows[:, :, : BLOCK * height, : BLOCK * width].contiguous()
-    words = windows.view(torch.int32).view(batch, frames, height, BLOCK, width)
-    out.view(torch.int32).view(batch, height, width, frames, BLOCK).copy_(words.permute(0, 2, 4, 1, 3))
-    return out
+    words = windows.view(torch.int32).unflatten(2, (height, BLOCK))  # [B, F, h, 4, w]
+    return words.permute(0, 2, 4, 1, 3).contiguous().view(torch.uint8).flatten(3)
 
 
-class Shapes(NamedTuple):
-    """Where the layers lie in the flat vector."""
-
-    sizes: dict[str, torch.Size]
-    side: int
-    """Side of the blocked picture: 21 for 84 pixels."""
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters as views of a flat vector, in FastNetwork's layout (convolutions [O, kh, kw, I])."""
-        parts = flat.split([size.numel() for size in self.sizes.values()])
-        return {name: part.view(size) for (name, size), part in zip(self.sizes.items(), parts)}
-
-
-def shapes(num_actions: int, stack_size: int, screen_size: int) -> Shapes:
-    """The flat vector's layout."""
-    side = output_side(screen_size)
-    sizes = {
-        "conv1.weight": (32, 2, 2, 16 * stack_size),
-        "conv1.bias": (32,),
-        "conv2.weight": (64, 4, 4, 32),
-        "conv2.bias": (64,),
-        "conv3.weight": (64, 3, 3, 64),
-        "conv3.bias": (64,),
-        "hidden.weight": (512, side * side * 64),
-        "hidden.bias": (512,),
-        "output.weight": (num_actions, 512),
-        "output.bias": (num_actions,),
-    }
-    return Shapes({name: torch.Size(size) for name, size in sizes.items()}, (screen_size - 8) // 4 + 2)
-
-
-def to_fast(plain: dict[str, Tensor]) -> Tensor:
+def pack(plain: dict[str, Tensor]) -> Tensor:
     """The plain network's parameters in FastNetwork's flat layout, an exact rearrangement."""
     parts = dict(plain)
-    weight = plain["conv1.weight"]  # [32, S, 8, 8]: rows and columns of 2 blocks of 4 pixels
-    blocks = weight.unflatten(2, (2, BLOCK)).unflatten(4, (2, BLOCK))
-    parts["conv1.weight"] = blocks.permute(0, 2, 4, 1, 3, 5)
-    for name in ("conv2.weight", "conv3.weight"):
-        parts[name] = plain[name].permute(0, 2, 3, 1)
-    hidden = plain["hidden.weight"]
-    side = round((hidden.shape[1] // 64) ** 0.5)
-    parts["hidden.weight"] = hidden.unflatten(1, (64, side, side)).permute(0, 2, 3, 1)
+    weight = plain["conv1.weight"].unflatten(3, (2, BLOCK)).unflatten(2, (2, BLOCK))  # [32, S, 2, 4, 2, 4]
+    parts["conv1.weight"] = weight.permute(0, 2, 4, 1, 3, 5)
+    weight = plain["conv2.weight"].unflatten(3, (2, 2)).unflatten(2, (2, 2))  # [64, 32, 2, 2, 2, 2]
+    parts["conv2.weight"] = weight.permute(0, 2, 4, 3, 5, 1)
+    parts["conv3.weight"] = plain["conv3.weight"].permute(0, 2, 3, 1)
+    side = round((plain["hidden.weight"].shape[1] // 64) ** 0.5)
+    parts["hidden.weight"] = plain["hidden.weight"].unflatten(1, (64, side, side)).permute(0, 2, 3, 1)
     return torch.cat([part.reshape(-1) for part in parts.values()])
 
 
-def to_plain(views: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_fast`, from the views of the flat vector."""
-    parts = dict(views)
-    weight = views["conv1.weight"].unflatten(3, (-1, BLOCK, BLOCK))  # [32, 2, 2, S, 4, 4]
-    parts["conv1.weight"] = weight.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
-    for name in ("conv2.weight", "conv3.weight"):
-        parts[name] = views[name].permute(0, 3, 1, 2)
-    hidden = views["hidden.weight"]
-    side = round((hidden.shape[1] // 64) ** 0.5)
-    parts["hidden.weight"] = hidden.unflatten(1, (side, side, 64)).permute(0, 3, 1, 2).flatten(1)
-    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+def unpack(flat: Tensor, network: QNetwork) -> dict[str, Tensor]:
+    """The inverse of `pack`, for a network of the same shape: each place is asked where `pack` would put it."""
+    sizes = {name: value.shape for name, value in network.state_dict().items()}
+    numbers = torch.arange(flat.numel(), dtype=torch.int32).split([size.numel() for size in sizes.values()])
+    places = pack({name: part.view(size) for (name, size), part in zip(sizes.items(), numbers)})
+    plain = torch.empty_like(flat)
+    plain[places] = flat
+    parts = plain.split([size.numel() for size in sizes.values()])
+    return {name: part.view(size).clone() for (name, size), part in zip(sizes.items(), parts)}
 
 
 class Activations(NamedTuple):
-    """What the backward pass needs: the input and each layer's output after ReLU."""
+    """What the backward pass needs: each layer's input (conv2's in blocks) and its output after ReLU."""
 
     x: Tensor
     y1: Tensor
+    x2: Tensor
     y2: Tensor
     y3: Tensor
-    flat: Tensor
     hidden: Tensor
 
 
 class FastNetwork:
-    """The network over a flat vector of parameters in a working precision.
+    """The network over a flat vector of float32 masters, computing in a working precision.
+
+    In float32 it works on the masters themselves, otherwise on a copy that `refresh` renews after they changed.
 
     Args:
-        layout: where the layers lie.
+        masters: float32[P], as `pack` lays them out.
+        num_actions: A.
+        stack_size: S.
+        screen_size: side of a frame.
         dtype: the working precision: float32, bfloat16 or float16.
-        device: where the vector lives.
     """
 
-    def __init__(self, layout: Shapes, dtype: torch.dtype, device: torch.device):
-        self.layout = layout
-        total = sum(size.numel() for size in layout.sizes.values())
-        self.flat = torch.zeros(total, dtype=dtype, device=device)
-        self._w = layout.views(self.flat)
-        self._hidden_gradient = torch.empty_like(self._w["hidden.weight"])
+    def __init__(self, masters: Tensor, num_actions: int, stack_size: int, screen_size: int, dtype: torch.dtype):
+        self.masters = masters
+        self._side = output_side(screen_size)
+        self._sizes = {
+            "conv1.weight": (32, 2, 2, 16 * stack_size),
+            "conv1.bias": (32,),
+            "conv2.weight": (64, 2, 2, 4 * 32),
+            "conv2.bias": (64,),
+            "conv3.weight": (64, 3, 3, 64),
+            "conv3.bias": (64,),
+            "hidden.weight": (512, 64 * self._side**2),
+            "hidden.bias": (512, 1),
+            "output.weight": (num_actions, 512),
+            "output.bias": (num_actions, 1),
+        }
+        self.working = masters if dtype == torch.float32 else torch.empty_like(masters, dtype=dtype)
+        self._w = self.views(self.working)
+        self._w["conv1.weight"] = torch.empty_like(self._w["conv1.weight"])  # scaled for pixels of 0…255
         self._kernels = {name: self._w[f"{name}.weight"].permute(0, 3, 1, 2) for name in ("conv1", "conv2", "conv3")}
+        self.refresh()
 
-    def take(self, masters: Tensor) -> None:
-        """Copies float32 parameters into the working precision, conv1's scaled for pixels of 0…255."""
-        self.flat.copy_(masters)
-        self._w["conv1.weight"].copy_(self.layout.views(masters)["conv1.weight"] * (1 / 255))
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The layers' parts of a flat vector; convolutions are [O, kh, kw, I]."""
+        parts = flat.split([torch.Size(size).numel() for size in self._sizes.values()])
+        return {name: part.view(size) for (name, size), part in zip(self._sizes.items(), parts)}
+
+    def refresh(self) -> None:
+        """Takes the masters over into the working precision."""
+        if self.working is not self.masters:
+            self.working.copy_(self.masters)
+        torch.mul(self.views(self.masters)["conv1.weight"], PIXEL, out=self._w["conv1.weight"])
 
     def forward(self, x: Tensor) -> tuple[Tensor, Activations]:
         """Q values f32[B, A] of blocked pictures [B, h, w, 16·S] in the working precision."""
         w, k = self._w, self._kernels
-        x = x.permute(0, 3, 1, 2)  # a view: channels-last
-        y1 = F.conv2d(x, k["conv1"], w["conv1.bias"]).relu_()
-        y2 = F.conv2d(y1, k["conv2"], w["conv2.bias"], 2).relu_()
+        y1 = F.conv2d(x.permute(0, 3, 1, 2), k["conv1"], w["conv1.bias"]).relu_()
+        x2 = _to_blocks(y1)
+        y2 = F.conv2d(x2, k["conv2"], w["conv2.bias"]).relu_()
         y3 = F.conv2d(y2, k["conv3"], w["conv3.bias"]).relu_()
-        flat = y3.permute(0, 2, 3, 1).flatten(1)  # a view
-        hidden = F.linear(flat, w["hidden.weight"], w["hidden.bias"]).relu_()
-        q = F.linear(hidden, w["output.weight"], w["output.bias"])
-        return q.float(), Activations(x, y1, y2, y3, flat, hidden)
+        hidden = torch.addmm(w["hidden.bias"], w["hidden.weight"], _features(y3).t()).relu_()  # [512, B]
+        q = torch.addmm(w["output.bias"], w["output.weight"], hidden)
+        return q.t().float(), Activations(x, y1, x2, y2, y3, hidden)
 
     def backward(self, q_gradient: Tensor, a: Activations, gradient: dict[str, Tensor], add: bool = False) -> None:
-        """Writes the parameters' gradients into views of a flat float32 vector, or adds them, given dL/dQ f32[B, A]."""
-        w, k = self._w, self._kernels
+        """Writes dL/dθ into views of a flat float32 vector, or adds it to them, given dL/dQ f32[B, A]."""
+        w = self._w
+        put = Tensor.add_ if add else Tensor.copy_
+        g = q_gradient.t().to(self.working.dtype)
+        put(gradient["output.weight"], g @ a.hidden.t())
+        put(gradient["output.bias"], g.sum(1, keepdim=True, dtype=torch.float32))
 
-        def put(name: str, value: Tensor) -> None:
-            gradient[name].add_(value) if add else gradient[name].copy_(value)
+        g = _relu_backward(w["output.weight"].t() @ g, a.hidden)
+        if g.dtype == torch.float32:  # most of the parameters: without a copy
+            gradient["hidden.weight"].mul_(float(add)).addmm_(g, _features(a.y3))
+        else:
+            put(gradient["hidden.weight"], g @ _features(a.y3))
+        put(gradient["hidden.bias"], g.sum(1, keepdim=True, dtype=torch.float32))
 
-        g = q_gradient.to(self.flat.dtype)
-        put("output.weight", g.t() @ a.hidden)
-        put("output.bias", q_gradient.sum(0))
-        g = torch.ops.aten.threshold_backward(g @ w["output.weight"], a.hidden, 0)
-        if add or self.flat.dtype != torch.float32:
-            put("hidden.weight", torch.mm(g.t(), a.flat, out=self._hidden_gradient))
-        else:  # 6 MB that need no copy
-            torch.mm(g.t(), a.flat, out=gradient["hidden.weight"])
-        put("hidden.bias", g.float().sum(0))
-        g = (g @ w["hidden.weight"]).view(a.y3.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-        for name, below, above, stride in (("conv3", a.y2, a.y3, 1), ("conv2", a.y1, a.y2, 2), ("conv1", a.x, a.y1, 1)):
-            g = torch.ops.aten.threshold_backward(g, above, 0)
-            needed = [name != "conv1", True, True]
-            g, kernel, bias = torch.ops.aten.convolution_backward(
-                g, below, k[name], [g.shape[1]], [stride] * 2, [0, 0], [1, 1], False, [0, 0], 1, needed
-            )
-            put(f"{name}.weight", kernel.permute(0, 2, 3, 1) * (1 / 255 if name == "conv1" else 1))
-            put(f"{name}.bias", bias)
+        g = (g.t() @ w["hidden.weight"]).view(-1, self._side, self._side, 64).permute(0, 3, 1, 2)
+        g, kernel, bias = self._convolution_backward("conv3", _relu_backward(g, a.y3), a.y2)
+        put(gradient["conv3.weight"], kernel)
+        put(gradient["conv3.bias"], bias)
+        g, kernel, bias = self._convolution_backward("conv2", _relu_backward(g, a.y2), a.x2)
+        put(gradient["conv2.weight"], kernel)
+        put(gradient["conv2.bias"], bias)
+        g = _relu_backward(_from_blocks(g, a.y1), a.y1)
+        _, kernel, bias = self._convolution_backward("conv1", g, a.x.permute(0, 3, 1, 2))
+        put(gradient["conv1.weight"], kernel.float() * PIXEL)
+        put(gradient["conv1.bias"], bias)
+
+    def _convolution_backward(self, name: str, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of a layer's input (except conv1's), kernel [O, kh, kw, I] and bias."""
+        needed = [name != "conv1", True, True]
+        kernel = self._kernels[name]
+        below, gradient, bias = torch.ops.aten.convolution_backward(
+            g, x, kernel, [len(kernel)], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needed
+        )
+        return below, gradient.permute(0, 2, 3, 1), bias
+
+
+def _features(y3: Tensor) -> Tensor:
+    """[B, 64·h·w], a view of conv3's output."""
+    return y3.permute(0, 2, 3, 1).flatten(1)
+
+
+def _relu_backward(gradient: Tensor, output: Tensor) -> Tensor:
+    """The gradient where the output is above 0, in place."""
+    return torch.ops.aten.threshold_backward.grad_input(gradient, output, 0, grad_input=gradient)
+
+
+def _to_blocks(y: Tensor) -> Tensor:
+    """Channels-last [B, C, h, w] with 2×2 blocks as channels: [B, 4·C, h/2, w/2]; an odd last row is never used."""
+    height, width = y.shape[2] // 2, y.shape[3] // 2
+    y = y.permute(0, 2, 3, 1)[:, : 2 * height, : 2 * width]
+    return y.unflatten(2, (width, 2)).unflatten(1, (height, 2)).transpose(2, 3).flatten(3).permute(0, 3, 1, 2)
+
+
+def _from_blocks(g: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_to_blocks`, 0 where it used nothing."""
+    height, width = g.shape[2:]
+    g = g.permute(0, 2, 3, 1).unflatten(3, (2, 2, -1)).transpose(2, 3)  # [B, h/2, 2, w/2, 2, C]
+    g = g.flatten(3, 4).flatten(1, 2)
+    g = F.pad(g, (0, 0, 0, like.shape[3] - 2 * width, 0, like.shape[2] - 2 * height)) if like.shape[2] % 2 else g
+    return g.permute(0, 3, 1, 2)

@@ -58,11 +58,10 @@ class RMSPropGraves:
         self._scratch = torch.empty_like(parameters)
 
     def step(self, parameters: Tensor, gradient: Tensor, found_inf: Tensor | None = None) -> None:
-        """Moves the parameters; `found_inf` of 1 leaves everything as it was."""
-        if found_inf is not None and found_inf.item():  # fp16 only: waits for the device
-            return
-        self.mean.lerp_(gradient, 1 - self.DECAY)
-        self.square.lerp_(torch.mul(gradient, gradient, out=self._scratch), 1 - self.DECAY)
+        """Moves the parameters; `found_inf` of 1, with a gradient of 0, leaves everything as it was."""
+        new = 1 - self.DECAY if found_inf is None else (1 - self.DECAY) * (1 - found_inf)
+        self.mean.lerp_(gradient, new)
+        self.square.lerp_(torch.mul(gradient, gradient, out=self._scratch), new)
         root = torch.addcmul(self.square, self.mean, self.mean, value=-1, out=self._scratch).add_(self.epsilon).sqrt_()
         parameters.addcdiv_(gradient, root, value=-self.learning_rate)
 

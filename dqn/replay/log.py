@@ -63,6 +63,14 @@ class Transitions(NamedTuple):
     index: np.ndarray | None  # type: ignore[assignment]  # hides tuple.index
 
 
+class Windows(NamedTuple):
+    """The slots around K drawn ones: place (−1 where there is none) and row, [K, S + n], and what the rule says."""
+
+    places: np.ndarray
+    rows: np.ndarray
+    sources: Sources
+
+
 def segment_rows(config: ReplayConfig, num_envs: int, window: int) -> int:
     """Rows of a segment: a multiple of the group, and of the capacity where that is near."""
     slots = config.segment_slots or min(MAX_SEGMENT_SLOTS, config.capacity // 8)
@@ -121,7 +129,7 @@ class Replay:
         self._at: list[Segment | None] = [None] * self._places
         self._newest: Segment | None = None
         self._order = np.array([0])
-        self._evicted, self._shrunk = 0, False
+        self._evicted, self._shrunk, self._disk_fails = 0, False, False
         self._buffers = [np.empty(self.shape, np.uint8)]
         self._open = self._buffers[0]
         self._dictionary: Dictionary | None = None
@@ -130,7 +138,8 @@ class Replay:
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="replay", daemon=True)
         self._thread.start()
-        self._offsets = np.arange(1 - stack_size, n_steps + 1)
+        self._columns = np.arange(1 - stack_size, n_steps + 1)
+        self._powers = gamma ** np.arange(n_steps + 1)
         self._batch: dict[int, np.ndarray] = {}
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -167,7 +176,7 @@ class Replay:
             self._evict(self._choose_victim())
 
     def _close_segment(self) -> None:
-        closed = Segment(self.open_number, self.place, self._open)
+        closed = Segment(self.open_number, self.place, self.shape, self._open)
         self._open = self._next_buffer()
         self._make_room()
         self.sealed[self.open_number] = self._at[self.place] = self._newest = closed
@@ -175,9 +184,11 @@ class Replay:
         while len(self._free) == 0:
             self._evict(self._choose_victim())
         self.open_number += 1
-        self.open_rows, before, self.place = 0, self.place, self._free.pop(0)
+        self.open_rows, self.place = 0, self._free.pop(0)
         self._flags[self.place] = 0
-        self._before[self.place], self._after[self.place], self._after[before] = before, -1, self.place
+        self._before[self.place] = self._after[self.place] = -1
+        if self._at[closed.place] is closed:  # a random eviction may have dropped it at once
+            self._before[self.place], self._after[closed.place] = closed.place, self.place
         self._order = np.array([*(kept.place for kept in self.sealed.values()), self.place])
 
     def _next_buffer(self) -> np.ndarray:
@@ -247,13 +258,15 @@ class Replay:
         if budget < floor:
             raise UsageError(
                 f"replay.ram_budget_mib is {budget:g}; three raw segments of {self.segment_slots} slots with the"
-                f" metadata take {floor:.1f}: raise it, or take fewer replay.segment_slots"
+                f" metadata take {floor:.3g}: raise it, or take fewer replay.segment_slots"
             )
 
     def _fixed_bytes(self) -> int:
         """Bytes whatever the frames are: metadata, priorities, two raw buffers, and what one more segment may take."""
         slots = self._places * self.segment_slots
-        return 3 * int(np.prod(self.shape)) + slots * (6 + 1 + (16 if self.config.prioritized else 0))
+        segment = 3 * int(np.prod(self.shape))
+        dictionary = segments.DICTIONARY_BYTES if self.config.codec == "zstd" else 0
+        return segment + dictionary + slots * (6 + (16 if self.config.prioritized else 0))
 
     def _make_room(self) -> None:
         """When a segment closes: spills or drops the oldest until the others fit the budget beside it.
@@ -265,7 +278,7 @@ class Replay:
             return
         room = int(self.config.ram_budget_mib * 2**20) - self._fixed_bytes()
         kept = [part for part in self.sealed.values() if part.in_memory and not part.leaving]
-        total = sum(part.memory_bytes for part in kept)
+        total = sum(part.memory_bytes for part in kept) + sum(self._tables().values())
         for part in kept:
             if total <= room:
                 return
@@ -290,10 +303,14 @@ class Replay:
             part.spill(self.folder)
         except OSError as error:
             part.leaving, part.failed_spills = False, part.failed_spills + 1
-            self._notes.append(
-                f"spilling replay segment {part.number} to {self.folder} failed: {error.strerror}; it stays in RAM"
-                + (" and is tried again" if part.failed_spills < 2 else " until the budget drops it")
-            )
+            if not self._disk_fails:
+                self._notes.append(
+                    f"spilling replay segment {part.number} to {self.folder} failed: {error.strerror}; each is tried"
+                    " twice, then the oldest are dropped to keep replay.ram_budget_mib"
+                )
+            self._disk_fails = True
+        else:
+            self._disk_fails = False
 
     def _metadata(self, place: int) -> Metadata:
         return Metadata(self._action[place].copy(), self._reward[place].copy(), self._flags[place].copy())
@@ -306,86 +323,98 @@ class Replay:
         Raises:
             ValueError: there is nothing to draw from yet.
         """
-        slots, sources, weight = self._draw(batch_size, beta)
-        place, row, lane = slots
-        places, rows = self._window(place, row)
+        draw = self._draw_uniform if self._tree is None else self._draw_prioritized
+        place, row, lane, windows = draw(batch_size)
+        sources = windows.sources
         window = self._batch.get(batch_size)
         if window is None:
             shape = (batch_size, self.stack_size + self.n_steps, *self.shape[2:])
             window = self._batch[batch_size] = np.empty(shape, np.uint8)
-        self._gather(places, rows, lane, sources.shown, window)
-        now = self.stack_size - 1
-        steps = np.arange(self.n_steps)
-        rewards = self._reward[places[:, now:-1], rows[:, now:-1], lane[:, None]]
-        powers = np.where(steps < sources.bootstrap_steps[:, None], self.gamma**steps, 0.0)
-        discount = np.where(sources.ends, 0.0, self.gamma**sources.bootstrap_steps)
+        self._gather(windows, lane, window)
+        weight = index = None
+        if self._tree is not None:
+            index = (place * self.rows + row) * self.num_envs + lane
+            weight = self._tree.get(index) ** -beta  # (1 / (N·p))^β up to a factor that the maximum takes away
+            weight = (weight / weight.max()).astype(np.float32)
         return Transitions(
             window,
             self._action[place, row, lane].astype(np.int64),
-            (rewards * powers).sum(axis=1).astype(np.float32),
-            sources.bootstrap_steps.astype(np.int64),
-            discount.astype(np.float32),
+            self._reward_sums(windows, lane),
+            sources.bootstrap_steps,
+            np.where(sources.ends, 0.0, self._powers[sources.bootstrap_steps]).astype(np.float32),
             weight,
-            None if weight is None else (place * self.rows + row) * self.num_envs + lane,
+            index,
         )
 
-    def _draw(self, count: int, beta: float) -> tuple[tuple[np.ndarray, ...], Sources, np.ndarray | None]:
-        if self._tree is not None:
-            if self._tree.total <= 0:
-                raise ValueError(f"too few transitions: none of {self.num_slots} slots is a source yet")
-            points = (np.arange(count) + self.rng.random(count)) / count * self._tree.total
-            leaves = self._tree.find(points)
-            place, rest = np.divmod(leaves, self.segment_slots)
-            row, lane = np.divmod(rest, self.num_envs)
-            weight = self._tree.get(leaves) ** -beta  # (1 / (N·p))^β up to a factor that the maximum takes away
-            weight = (weight / weight.max()).astype(np.float32)
-            return (place, row, lane), self._sources(place, row, lane), weight
-        place, row, lane = (np.empty(0, np.int64) for _ in range(3))
-        for _ in range(MOST_DRAWS):
-            slot = self.rng.integers(self.num_slots, size=count - len(place)) if self.num_slots else np.empty(0, int)
-            at, rest = np.divmod(slot, self.segment_slots)
-            new_row, new_lane = np.divmod(rest, self.num_envs)
-            new_place = self._order[at]
-            valid = self._sources(new_place, new_row, new_lane).valid
-            place, row = np.append(place, new_place[valid]), np.append(row, new_row[valid])
-            lane = np.append(lane, new_lane[valid])
-            if len(place) == count:
-                return (place, row, lane), self._sources(place, row, lane), None
+    def _reward_sums(self, windows: "Windows", lane: np.ndarray) -> np.ndarray:
+        now = self.stack_size - 1
+        rewards = self._reward[windows.places[:, now:-1], windows.rows[:, now:-1], lane[:, None]]
+        counts = np.arange(self.n_steps) < windows.sources.bootstrap_steps[:, None]
+        return (rewards * counts * self._powers[:-1]).sum(axis=1).astype(np.float32)
+
+    def _draw_uniform(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, "Windows"]:
+        """Draws slots, and draws those again that are no sources."""
+        place, row, lane = (np.empty(count, np.int64) for _ in range(3))
+        bad = np.arange(count)
+        for _ in range(MOST_DRAWS if self.num_slots else 0):
+            at, rest = np.divmod(self.rng.integers(self.num_slots, size=len(bad)), self.segment_slots)
+            place[bad] = self._order[at]
+            row[bad], lane[bad] = np.divmod(rest, self.num_envs)
+            windows = self._windows(place, row, lane)
+            bad = np.flatnonzero(~windows.sources.valid)
+            if len(bad) == 0:
+                return place, row, lane, windows
         raise ValueError(f"too few transitions: hardly any of {self.num_slots} slots is a source yet")
 
-    def _window(self, place: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Place and row of each slot of the windows [K, S + n]; place −1 where there is none."""
-        rows = row[:, None] + self._offsets
-        places = np.broadcast_to(place[:, None], rows.shape)
-        places = np.where(rows < 0, self._before[place][:, None], places)
-        places = np.where(rows >= self.rows, self._after[place][:, None], places)
-        return places, rows % self.rows
+    def _draw_prioritized(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, "Windows"]:
+        """Draws one slot in each of `count` equal parts of the sum (Schaul et al. 2016, appendix B.2.1)."""
+        assert self._tree is not None
+        if self._tree.total <= 0:
+            raise ValueError(f"too few transitions: none of {self.num_slots} slots is a source yet")
+        leaves = self._tree.find((np.arange(count) + self.rng.random(count)) / count * self._tree.total)
+        place, rest = np.divmod(leaves, self.segment_slots)
+        row, lane = np.divmod(rest, self.num_envs)
+        return place, row, lane, self._windows(place, row, lane)
 
-    def _sources(self, place: np.ndarray, row: np.ndarray, lane: np.ndarray) -> Sources:
-        places, rows = self._window(place, row)
-        live = (places >= 0) & ~((places == self.place) & (rows >= self.open_rows))
+    def _windows(self, place: np.ndarray, row: np.ndarray, lane: np.ndarray) -> "Windows":
+        """The windows of slots, [K], with what the source rule says of them."""
+        rows = row[:, None] + self._columns
+        places = np.empty_like(rows)
+        places[:] = place[:, None]
+        outside = np.flatnonzero((rows[:, 0] < 0) | (rows[:, -1] >= self.rows))
+        if len(outside):  # few: the windows that two segments share
+            some, at = rows[outside], place[outside]
+            places[outside] = np.where(some < 0, self._before[at][:, None], places[outside])
+            places[outside] = np.where(some >= self.rows, self._after[at][:, None], places[outside])
+            rows %= self.rows
+        live = (places >= 0) & ((places != self.place) | (rows < self.open_rows))
         flags = np.where(live, self._flags[places, rows, lane[:, None]], 0)
-        return find_sources(live, flags & FIRST > 0, flags & TERMINAL > 0, flags & TRUNCATED > 0, self.stack_size)
+        first, terminal, truncated = ((flags & bit).astype(bool) for bit in (FIRST, TERMINAL, TRUNCATED))
+        return Windows(places, rows, find_sources(live, first, terminal, truncated, self.stack_size))
 
-    def _gather(
-        self, places: np.ndarray, rows: np.ndarray, lane: np.ndarray, shown: np.ndarray, out: np.ndarray
-    ) -> None:
+    def _gather(self, windows: "Windows", lane: np.ndarray, out: np.ndarray) -> None:
         """Copies the frames that are shown; the others are black. A window has one run of rows, or two segments'."""
-        begins, ends = shown.argmax(axis=1), shown.shape[1] - shown[:, ::-1].argmax(axis=1)
-        turns = np.where(rows[np.arange(len(rows)), begins] > rows[np.arange(len(rows)), ends - 1], 1, 0)
-        for b, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist())):
-            out[b, :begin] = 0
-            out[b, end:] = 0
-            middle = begin + self.rows - int(rows[b, begin]) if turns[b] else end
-            for low, high in ((begin, middle), (middle, end)):
-                if low < high:
-                    place, row = int(places[b, low]), int(rows[b, low])
-                    if place == self.place:
-                        out[b, low:high] = self._open[row : row + high - low, lane[b]]
-                    else:
-                        part = self._at[place]
-                        assert part is not None
-                        part.read(row, high - low, int(lane[b]), out[b, low:high])
+        shown, places, rows = windows.sources.shown, windows.places, windows.rows
+        begins = shown.argmax(axis=1).tolist()
+        ends = (shown.shape[1] - shown[:, ::-1].argmax(axis=1)).tolist()
+        for b, (begin, end, i) in enumerate(zip(begins, ends, lane.tolist())):
+            if begin:
+                out[b, :begin] = 0
+            if end < shown.shape[1]:
+                out[b, end:] = 0
+            row = int(rows[b, begin])
+            middle = min(end, begin + self.rows - row)  # where the segment ends, if the window goes on in the next
+            self._read(int(places[b, begin]), row, i, out[b, begin:middle])
+            if middle < end:
+                self._read(int(places[b, middle]), 0, i, out[b, middle:end])
+
+    def _read(self, place: int, row: int, lane: int, out: np.ndarray) -> None:
+        if place == self.place:
+            out[:] = self._open[row : row + len(out), lane]
+        else:
+            part = self._at[place]
+            assert part is not None
+            part.read(row, lane, out)
 
     # -- priorities ---------------------------------------------------------------------------------------------------
 
@@ -406,7 +435,7 @@ class Replay:
         place = np.where(row < 0, self._before[self.place], self.place)
         there = place >= 0
         place, row, lane, back = place[there], row[there] % self.rows, lane[there], back[there]
-        sources = self._sources(place, row, lane)
+        sources = self._windows(place, row, lane).sources
         new = sources.valid & (sources.bootstrap_steps == back)
         leaves = (place * self.rows + row) * self.num_envs + lane
         self._tree.set(leaves[new], self.max_priority)
@@ -421,7 +450,7 @@ class Replay:
             if neighbour >= 0 and len(rows):
                 row, lane = (part.ravel() for part in np.meshgrid(rows, np.arange(self.num_envs), indexing="ij"))
                 leaves = (neighbour * self.rows + row) * self.num_envs + lane
-                gone = ~self._sources(np.full(len(row), neighbour), row, lane).valid
+                gone = ~self._windows(np.full(len(row), neighbour), row, lane).sources.valid
                 self._tree.set(leaves[gone], 0.0)
 
     # -- what is there ------------------------------------------------------------------------------------------------
@@ -437,7 +466,7 @@ class Replay:
         slots = np.arange(self.num_slots)
         at, rest = np.divmod(slots, self.segment_slots)
         row, lane = np.divmod(rest, self.num_envs)
-        return int(self._sources(self._order[at], row, lane).valid.sum())
+        return int(self._windows(self._order[at], row, lane).sources.valid.sum())
 
     @property
     def is_full(self) -> bool:
@@ -446,20 +475,21 @@ class Replay:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes by part; `replay` is their sum."""
-        parts = list(self.sealed.values())
-        known = {id(part.dictionary): part.dictionary for part in parts if part.dictionary is not None}
-        metadata = self._action.nbytes + self._flags.nbytes + self._reward.nbytes
+        buffers = sum(buffer.nbytes for buffer in self._buffers)
         found = {
-            "frames": sum(part.memory_bytes for part in parts),
-            "buffers": sum(buffer.nbytes for buffer in self._buffers)
-            if self.config.codec == "zstd"
-            else self._open.nbytes,
-            "metadata": metadata,
-            "offsets": sum(8 * len(part._offsets) for part in parts),
-            "dictionaries": sum(len(dictionary.content) for dictionary in known.values()),
+            "frames": sum(part.memory_bytes for part in self.sealed.values()),
+            "buffers": buffers if self.config.codec == "zstd" else self._open.nbytes,
+            "metadata": self._action.nbytes + self._flags.nbytes + self._reward.nbytes,
+            **self._tables(),
             "priorities": 0 if self._tree is None else self._tree.nodes.nbytes,
         }
         return {**found, "replay": sum(found.values())}
+
+    def _tables(self) -> dict[str, int]:
+        """Bytes of what leads to the compressed frames, in files or not."""
+        parts = [part for part in self.sealed.values() if part.dictionary is not None]
+        known = {id(part.dictionary): len(part.dictionary.content) for part in parts if part.dictionary}
+        return {"offsets": sum(8 * len(part._offsets) for part in parts), "dictionaries": sum(known.values())}
 
     def notes(self) -> list[str]:
         """Lines for the user that are new since the last call."""

@@ -130,7 +130,7 @@ def _load_open(
     rows = replay.open_rows = part.shape[0]
     for lane in range(replay.num_envs):
         frames = np.empty((rows, *replay.shape[2:]), np.uint8)
-        part.read(0, rows, lane, frames)
+        part.read(0, lane, frames)
         replay._open[:rows, lane] = frames
     _put(replay, replay.place, metadata)
 
@@ -162,7 +162,7 @@ def _load_priorities(replay: "Replay", weights: np.ndarray) -> None:
     good = np.empty(0, bool)
     for begin in range(0, len(leaves), 65_536):
         part = slice(begin, begin + 65_536)
-        good = np.append(good, replay._sources(place[part], row[part], lane[part]).valid)
+        good = np.append(good, replay._windows(place[part], row[part], lane[part]).sources.valid)
     tree.set(leaves[good], weights[leaves[good]])
 
 

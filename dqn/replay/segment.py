@@ -82,16 +82,16 @@ class Segment:
     those for a file. Each swap is one assignment, and what `read` returns is the same before and after.
     """
 
-    def __init__(self, number: int, place: int, frames: np.ndarray):
-        self.number, self.place = number, place
-        self.shape = frames.shape
+    def __init__(self, number: int, place: int, shape: tuple[int, ...], raw: np.ndarray | None):
+        self.number, self.place, self.shape = number, place, shape
+        self._groups_per_lane = -(-shape[0] // GROUP_ROWS)
         self.sealed = threading.Event()
         self.file: str | None = None
         self.checksum = self.file_bytes = self.failed_spills = 0
         self.leaving = False
         """Whether it is on its way to its file."""
         self._lock = threading.Lock()
-        self._raw: np.ndarray | None = frames
+        self._raw = raw
         self._blob: np.ndarray | None = None
         self._source: tuple[Path, int] | None = None
         self._offsets: list[int] = []
@@ -120,23 +120,32 @@ class Segment:
         """Whether the frames are in memory."""
         return self._source is None
 
-    def read(self, row: int, count: int, lane: int, out: np.ndarray) -> None:
-        """Copies the frames of rows `row` to `row + count` of a lane to out u8[count, H, W]."""
-        raw = self._raw
+    def read(self, row: int, lane: int, out: np.ndarray) -> None:
+        """Copies a lane's frames from `row` on to out u8[K, H, W]."""
+        raw, count = self._raw, len(out)
         if raw is not None:
             out[:] = raw[row : row + count, lane]
-            return
-        per_lane = -(-self.shape[0] // GROUP_ROWS)
-        height, width = self.shape[2:]
-        while count:
+        elif self.dictionary is None:
+            out[:] = self._read_raw_file(row, count, lane)
+        else:
             group, inside = divmod(row, GROUP_ROWS)
-            taken = min(count, GROUP_ROWS - inside)
-            if self.dictionary is None:
-                out[:taken] = self._read_raw_file(row, taken, lane)
-            else:
-                data = self.dictionary.decompress(self._bytes(lane * per_lane + group))
-                out[:taken] = np.frombuffer(data, np.uint8).reshape(-1, height, width)[inside : inside + taken]
-            row, count, out = row + taken, count - taken, out[taken:]
+            group += lane * self._groups_per_lane
+            frames = self._decompress(group)
+            if inside + count <= GROUP_ROWS:
+                out[:] = frames[inside : inside + count]
+                return
+            done = GROUP_ROWS - inside
+            out[:done] = frames[inside:]
+            while done < count:
+                group += 1
+                taken = min(count - done, GROUP_ROWS)
+                out[done : done + taken] = self._decompress(group)[:taken]
+                done += taken
+
+    def _decompress(self, group: int) -> np.ndarray:
+        assert self.dictionary is not None
+        data = np.frombuffer(self.dictionary.decompress(self._bytes(group)), np.uint8)
+        return data.reshape(-1, self.shape[2], self.shape[3])
 
     def _bytes(self, group: int) -> Any:
         begin, end = self._offsets[group], self._offsets[group + 1]
@@ -254,12 +263,11 @@ def unpack(
     metadata = Metadata(*(take(slots, kind).reshape(rows, lanes) for kind in ("u1", "<f4", "u1")))
     frames = take(frame_bytes, "u1").copy()
     shape = (rows, lanes, height, width)
-    segment = Segment(number, place, frames if zstd else frames.reshape(shape))
-    segment.shape = shape
+    segment = Segment(number, place, shape, None if zstd else frames.reshape(shape))
     segment.file, segment.checksum, segment.file_bytes = path.name, checksum, size
     if zstd:
         segment.dictionary = dictionaries.setdefault(dictionary, Dictionary(dictionary))
-        segment._offsets, segment._blob, segment._raw = offsets.tolist(), frames, None
+        segment._offsets, segment._blob = offsets.tolist(), frames
     segment.sealed.set()
     return segment, metadata
 
