@@ -157,7 +157,7 @@ def evaluate(
     """
     lanes = min(evaluation.num_envs, evaluation.episodes)
     env = dataclasses.replace(env, num_envs=lanes, max_frames=evaluation.max_frames, backend="python")
-    env_seed, policy_seed = seed.spawn(2)
+    env_seed, policy_seed = (np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, i)) for i in (0, 1))
     envs, rng = PythonEnvs(env, env_seed), np.random.default_rng(policy_seed)
     frames = FrameStack(lanes, env.stack_size, envs.frame_shape)
     fire_action = envs.fire_action if env.fire_on_life else None
