@@ -88,7 +88,7 @@ def test_video_films_the_first_game(tmp_path):
         evaluate(always(2), EnvConfig(screen_size=36), SMALL, SEED, film=film)
     with av.open(str(path)) as file:
         frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
-    assert len(frames) == 100 and frames[0].shape == (640, 880, 3)
+    assert len(frames) == 101 and frames[0].shape == (640, 880, 3)
     assert frames[50][:, :480].mean() > 5  # the game
     assert frames[50][190:, 500:].max() > 150  # bars and words
 
