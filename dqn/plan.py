@@ -1,6 +1,6 @@
 """What a run will need, said before anything is allocated: RAM by part, GPU memory, disk, and the time to the end.
 
-The replay is arithmetic (`replay.expected_bytes`), the model too; the constants below were measured as RSS of this
+The replay is arithmetic (`replay.log.needs`), the model too; the constants below were measured as RSS of this
 program on Linux, x86-64, PyTorch 2.13. Expected figures decide whether a run fits; where content decides (compressed
 frames) the table also says what is guaranteed.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dqn.config import Config
 from dqn.memory import GIB, MIB, Limit, cores, limits
+from dqn.replay.log import needs
 
 BASE_MIB = {"cpu": 303.0, "cuda": 1_900.0}
 """Interpreter, PyTorch with its optimizers, OpenCV, ALE, TensorBoard; on a GPU its libraries and context besides."""
@@ -20,6 +21,10 @@ EMULATOR_MIB = {"vector": 1.1, "python": 0.7}
 """Per lane."""
 SEAL_MIB_PER_MIB = 1.0
 """What compressing a segment takes for a moment, in sizes of its raw frames."""
+GAME_BYTES = {"breakout": (45.0, 65.0)}
+"""Compressed bytes per picture of 84×84, measured on real play: lowest and highest seen."""
+ANY_GAME_BYTES = (30.0, 420.0)
+"""For a game that was not measured."""
 GPU_CONTEXT_MIB = 500.0
 UPDATE_S = {"fp32": 0.021, "bf16": 0.0135, "cuda": 0.0012}
 """One update of 32 windows, Nature's network, on two cores or a GPU."""
@@ -159,19 +164,27 @@ class ReplayNeed(NamedTuple):
 def replay_need(config: Config) -> ReplayNeed:
     """The replay's bytes: expected, and as a note what is guaranteed."""
     replay, frame = config.replay, config.env.screen_size**2
-    segment = replay.segment_slots or max(1, min(8_192, replay.capacity // 8))
-    slots = replay.capacity + segment
-    buffers = 2 * segment * frame
-    metadata = slots * (16.0 + (16 if replay.prioritized else 0))
-    per_frame = float(frame) if replay.codec == "raw" else 100.0
-    floor = buffers + metadata
-    expected, most = floor + slots * per_frame, floor + slots * frame
+    need = needs(replay, config.env.num_envs, config.env.stack_size + config.learner.n_steps, frame)
+    low, high = GAME_BYTES.get(config.env.game, ANY_GAME_BYTES)
+    share = frame / 84**2  # compressed frames shrink about as their pixels do
+    per_frame = float(frame) if replay.codec == "raw" else high * share
+    one = need.segment_slots * frame
+    floor = need.fixed - one if replay.codec == "zstd" else need.fixed - 2 * one
+    stored = need.slots * per_frame + need.table
+    expected, most = floor + stored, float(floor + need.slots * frame + need.table)
+    note = f"{need.slots:,} slots when it is full"
+    if replay.codec == "zstd":
+        note += f", {low * share:.0f} to {per_frame:.0f} B each"
     if replay.ram_budget_mib is not None:
         budget = replay.ram_budget_mib * MIB
+        if expected > budget and replay.spill_dir is None:
+            held = int((budget - need.fixed) / (stored / need.slots))
+            note = (
+                f"about {held:,} of {need.slots:,} slots fit the budget, {int((budget - need.fixed) / frame):,} surely"
+            )
         expected, most = min(expected, budget), min(most, budget)
-    sealing = SEAL_MIB_PER_MIB * segment * frame if replay.codec == "zstd" else 0.0
-    note = f"{slots:,} slots when it is full; never more than {most / MIB:,.0f}"
-    return ReplayNeed(expected, floor, sealing, slots * per_frame, note)
+    sealing = SEAL_MIB_PER_MIB * one if replay.codec == "zstd" else 0.0
+    return ReplayNeed(expected, need.fixed, sealing, stored, f"{note}; never more than {most / MIB:,.0f}")
 
 
 def budget_problem(config: Config) -> str | None:
@@ -180,7 +193,7 @@ def budget_problem(config: Config) -> str | None:
     if budget is None or budget >= floor:
         return None
     return (
-        f"replay.ram_budget_mib is {budget:g}, and two raw segments with the metadata take {floor:,.1f}; raise it, or"
+        f"replay.ram_budget_mib is {budget:g}, and three raw segments with the metadata take {floor:,.1f}; raise it, or"
         " take smaller replay.segment_slots"
     )
 

@@ -100,8 +100,13 @@ CASES = {
     "raw, tight": {"replay.codec": "raw", "memory.limit_gib": 0.55},
     "zstd, tight": {"memory.limit_gib": 0.5},
     "huge": {"replay.capacity": 50_000_000, "memory.limit_gib": 2.0},
-    "budget below two segments": {"replay.ram_budget_mib": 30.0},
-    "budget with spilling": {"replay.ram_budget_mib": 30.0, "replay.spill_dir": "/tmp", "replay.codec": "raw"},
+    "budget below three segments": {"replay.ram_budget_mib": 30.0, "replay.segment_slots": 8_192},
+    "budget with spilling": {
+        "replay.ram_budget_mib": 30.0,
+        "replay.segment_slots": 8_192,
+        "replay.spill_dir": "/tmp",
+        "replay.codec": "raw",
+    },
 }
 
 
@@ -135,8 +140,8 @@ def test_when_nothing_helps_it_says_so(tmp_path):
     assert "raise the limit" in forecast.table()
 
 
-def test_a_budget_below_two_raw_segments_is_a_problem_whatever_the_limit(tmp_path):
-    forecast = plan(make(replay__ram_budget_mib=100.0), root=machine(tmp_path))
+def test_a_budget_below_three_raw_segments_is_a_problem_whatever_the_limit(tmp_path):
+    forecast = plan(make(replay__ram_budget_mib=100.0, replay__segment_slots=8_192), root=machine(tmp_path))
     assert "replay.ram_budget_mib is 100" in forecast.problem
     assert not forecast.fits
     assert plan(make(replay__ram_budget_mib=100.0, replay__segment_slots=2_048), root=machine(tmp_path)).problem is None

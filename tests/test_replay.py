@@ -38,7 +38,7 @@ def tight(lanes=2, n_steps=1, **config):
     """A budget in MiB that holds little more than the smallest."""
     replay = make(lanes=lanes, n_steps=n_steps, **config)
     replay.close()
-    return (replay._fixed_bytes() + 700) / 2**20
+    return (replay._need.fixed + 700) / 2**20
 
 
 class Games:
@@ -205,7 +205,7 @@ def test_capacity_holds_between_itself_and_one_segment_more():
 def test_a_million_slots_is_a_multiple_of_its_segments():
     from dqn.replay.log import segment_rows
 
-    assert 1_000_000 % (8 * segment_rows(ReplayConfig(), 8, 5)) == 0
+    assert 1_000_000 % (8 * segment_rows(ReplayConfig(), 8, 5, 7_056)) == 0
 
 
 def test_capacity_100_truncated_every_7(tmp_path):

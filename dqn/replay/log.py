@@ -37,6 +37,8 @@ from dqn.replay.sources import Sources, find_sources
 
 FIRST, TERMINAL, TRUNCATED = 1, 2, 4
 MAX_SEGMENT_SLOTS = 8_192
+SLOT_BYTES = 6
+"""Metadata of a slot: action, reward, flags."""
 PRIORITY_FLOOR = 1e-6
 MOST_DRAWS = 1_000
 
@@ -71,15 +73,40 @@ class Windows(NamedTuple):
     sources: Sources
 
 
-def segment_rows(config: ReplayConfig, num_envs: int, window: int) -> int:
-    """Rows of a segment: a multiple of the group, and of the capacity where that is near."""
+def segment_rows(config: ReplayConfig, num_envs: int, window: int, frame_bytes: int) -> int:
+    """Rows of a segment: a multiple of the group, of the capacity where that is near, and small beside a budget."""
     slots = config.segment_slots or min(MAX_SEGMENT_SLOTS, config.capacity // 8)
+    if config.ram_budget_mib is not None and not config.segment_slots:  # three raw ones may take half of it
+        slots = min(slots, int(config.ram_budget_mib * 2**20 / 6 / frame_bytes))
     least = -(-window // GROUP_ROWS) * GROUP_ROWS
     rows = max(least, slots // num_envs // GROUP_ROWS * GROUP_ROWS)
     for fewer in range(rows, max(least, rows // 2) - 1, -GROUP_ROWS):
         if not config.segment_slots and config.capacity % (fewer * num_envs) == 0:
             return fewer
     return rows
+
+
+class Need(NamedTuple):
+    """What a replay takes, in bytes, for `slots` slots: see `fixed_bytes` and `Replay.memory_bytes`."""
+
+    slots: int
+    segment_slots: int
+    fixed: int
+    table: int
+
+
+def needs(config: ReplayConfig, num_envs: int, window: int, frame_bytes: int) -> Need:
+    """The arithmetic of a replay's RAM, before there is one.
+
+    `fixed` is the metadata, the priorities, two raw buffers and room for a third; `table` the offsets of the groups.
+    """
+    segment = segment_rows(config, num_envs, window, frame_bytes) * num_envs
+    places = -(-config.capacity // segment) + 1
+    per_slot = SLOT_BYTES + (16 if config.prioritized else 0)
+    dictionary = segments.DICTIONARY_BYTES if config.codec == "zstd" else 0
+    fixed = 3 * segment * frame_bytes + dictionary + places * segment * per_slot
+    table = 8 * places * segment // GROUP_ROWS if config.codec == "zstd" else 0
+    return Need(min(config.capacity + segment, places * segment), segment, fixed, table)
 
 
 class Replay:
@@ -111,7 +138,8 @@ class Replay:
         self.config, self.folder = config, folder
         self.stack_size, self.n_steps, self.gamma = stack_size, n_steps, gamma
         self.rng = rng
-        self.rows = segment_rows(config, num_envs, stack_size + n_steps)
+        self._need = needs(config, num_envs, stack_size + n_steps, frame_shape[0] * frame_shape[1])
+        self.rows = self._need.segment_slots // num_envs
         self.shape = (self.rows, num_envs, *frame_shape)
         self.num_envs, self.segment_slots = num_envs, self.rows * num_envs
         self._places = -(-config.capacity // self.segment_slots) + 1
@@ -254,19 +282,12 @@ class Replay:
         budget = self.config.ram_budget_mib
         if budget is None:
             return
-        floor = self._fixed_bytes() / 2**20
+        floor = self._need.fixed / 2**20
         if budget < floor:
             raise UsageError(
                 f"replay.ram_budget_mib is {budget:g}; three raw segments of {self.segment_slots} slots with the"
                 f" metadata take {floor:.3g}: raise it, or take fewer replay.segment_slots"
             )
-
-    def _fixed_bytes(self) -> int:
-        """Bytes whatever the frames are: metadata, priorities, two raw buffers, and what one more segment may take."""
-        slots = self._places * self.segment_slots
-        segment = 3 * int(np.prod(self.shape))
-        dictionary = segments.DICTIONARY_BYTES if self.config.codec == "zstd" else 0
-        return segment + dictionary + slots * (6 + (16 if self.config.prioritized else 0))
 
     def _make_room(self) -> None:
         """When a segment closes: spills or drops the oldest until the others fit the budget beside it.
@@ -276,7 +297,7 @@ class Replay:
         """
         if self.config.ram_budget_mib is None:
             return
-        room = int(self.config.ram_budget_mib * 2**20) - self._fixed_bytes()
+        room = int(self.config.ram_budget_mib * 2**20) - self._need.fixed
         kept = [part for part in self.sealed.values() if part.in_memory and not part.leaving]
         total = sum(part.memory_bytes for part in kept) + sum(self._tables().values())
         for part in kept:
