@@ -324,6 +324,7 @@ class Run:
         self._take(self._saver.wait())
         if self.metrics is not None:
             self.metrics.check()
+        begin = time.monotonic()
         with self.log.during("save"):
             model = self._model()
             state = {
@@ -349,6 +350,7 @@ class Run:
             extra = lambda: checkpoint.write_file(model_file, model)  # noqa: E731
             self._saver.start(self.step, state, self.replay.snapshot(), extra)
             self.saved_step, self._saved_at = self.step, time.monotonic()
+            self._pause_s = self._saved_at - begin
             if wait:
                 self._take(self._saver.wait())
 
@@ -357,6 +359,8 @@ class Run:
             return
         if result.error is None:
             self.budget.save_seconds = result.seconds
+            paused = f"the loop paused {self._pause_s:.2f} s, the writing took {result.seconds:.1f} s"
+            self.log.say(f"checkpoint of step {result.step:,}: {paused}")
             self.replay.collect(result.manifests)
             return
         good = checkpoint.generations(self._checkpoints)
