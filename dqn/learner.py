@@ -148,7 +148,9 @@ class Learner:
         if self.device.type == "cpu":
             torch.set_num_threads(self.resolved.num_threads)
         shape = (num_actions, config.env.stack_size, config.env.screen_size)
-        self._plain, self._stack = QNetwork(*shape), config.env.stack_size
+        self._stack = config.env.stack_size
+        with torch.device("meta"):  # its shapes are all that is needed
+            self._plain = QNetwork(*shape)
         self.parameters = networks.pack(networks.initial_parameters(self._plain, generator)).to(self.device)
         """θ, float32."""
         self.target_parameters = self.parameters.clone()
@@ -158,7 +160,7 @@ class Learner:
         self._target = FastNetwork(self.target_parameters, *shape, self._dtype)
         self._gradient = torch.zeros_like(self.parameters)
         self._gradient_views = self._online.views(self._gradient)
-        kind = {"adam": Adam, "rmsprop": RMSPropGraves}[self.config.optimizer]
+        kind: type[Adam] | type[RMSPropGraves] = Adam if self.config.optimizer == "adam" else RMSPropGraves
         self.optimizer = kind(self.parameters, self.config.learning_rate, self.config.optimizer_epsilon)
         self.updates = 0
         scale = LOSS_SCALE if self._dtype == torch.float16 else 1.0
@@ -206,20 +208,20 @@ class Learner:
     def _differentiate(self, part: slice, share: float) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of a part of the batch, added to those before; returns its loss [1], TD errors and Q(s, a)."""
         inputs = {name: values[part] for name, values in self._inputs.items()}
+        action, reward, discount = inputs["action"], inputs["reward"], inputs["discount"]
         blocks = networks.space_to_depth(inputs["window"])
         state = blocks[..., : 16 * self._stack].to(self._dtype)
         following = self._following(blocks, inputs["bootstrap_steps"]).to(self._dtype)
 
         selector_q = self._online.forward(following)[0] if self.config.double_q else None
-        next_q = self._target.forward(following)[0]
-        target = q_learning_target(inputs["reward"], inputs["discount"], next_q, selector_q)
+        target = q_learning_target(reward, discount, self._target.forward(following)[0], selector_q)
         q, activations = self._online.forward(state)
-        error = td_error(q, inputs["action"], target)
+        error = td_error(q, action, target)
         loss, gradient = clipped_td_loss(error, self.config.loss, inputs.get("weight"))
         if self.config.loss != "clipped_sum":  # a part's mean counts as much as the part
             loss, gradient = loss * share, gradient * share
         column = (gradient * self._scale).unsqueeze(1)
-        q_gradient = torch.zeros_like(q).scatter_(1, inputs["action"].unsqueeze(1), column)
+        q_gradient = torch.zeros_like(q).scatter_(1, action.unsqueeze(1), column)
         self._online.backward(q_gradient, activations, self._gradient_views, add=part.start > 0)
         return loss.unsqueeze(0), error, target - error
 

@@ -172,10 +172,11 @@ class FastNetwork:
         put(gradient["output.bias"], g.sum(1, keepdim=True, dtype=torch.float32))
 
         g = _relu_backward(w["output.weight"].t() @ g, a.hidden)
+        hidden = gradient["hidden.weight"]
         if g.dtype == torch.float32:  # most of the parameters: without a copy
-            gradient["hidden.weight"].mul_(float(add)).addmm_(g, _features(a.y3))
+            (hidden if add else hidden.zero_()).addmm_(g, _features(a.y3))
         else:
-            put(gradient["hidden.weight"], g @ _features(a.y3))
+            put(hidden, g @ _features(a.y3))
         put(gradient["hidden.bias"], g.sum(1, keepdim=True, dtype=torch.float32))
 
         g = (g.t() @ w["hidden.weight"]).view(-1, self._side, self._side, 64).permute(0, 3, 1, 2)
