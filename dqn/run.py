@@ -47,12 +47,34 @@ def start(wanted: Config, name: str, loop: Callable[["Run"], None], *, fresh: bo
             return exits.DOES_NOT_FIT
     with RunFolder(name, fresh=fresh) as folder:
         changed = differences(wanted, folder)
+        claim_spill_folder(wanted, folder)
         run = Run(wanted, folder)
         try:
             run.introduce(changed)
             return run.supervise(loop)
         finally:
             run.close()
+
+
+def replay_folder(wanted: Config, folder: RunFolder) -> Path:
+    """Where the run's segment files lie: in its folder, or under `replay.spill_dir`."""
+    spill_dir, path = wanted.replay.spill_dir, folder.path.resolve()
+    return path / "replay" if spill_dir is None else Path(spill_dir) / path.name
+
+
+def claim_spill_folder(wanted: Config, folder: RunFolder) -> None:
+    """Sees to it that no other run's files are there; `--fresh` deletes them.
+
+    Raises:
+        UsageError: there are some, and this run has no checkpoint that could name them.
+    """
+    files = sorted(replay_folder(wanted, folder).glob("*.npy*"))
+    if not files or folder.has_checkpoint:
+        return
+    if wanted.replay.spill_dir is not None and not folder.fresh:
+        raise UsageError(f"{files[0].parent} holds another run's replay; take another replay.spill_dir, or --fresh")
+    for file in files:
+        file.unlink()
 
 
 def differences(wanted: Config, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
@@ -91,7 +113,7 @@ class Run:
         self.best_return = -float("inf")
         self.metrics: LearnMetrics | None = None
         self._leak: list[bytes] = []
-        self._checkpoints, self._replay_folder = folder.path / "checkpoint", folder.path / "replay"
+        self._checkpoints, self._replay_folder = folder.path / "checkpoint", replay_folder(config, folder)
         self._checkpoints.mkdir(exist_ok=True)
         state, notes = checkpoint.load_newest(self._checkpoints)
         if notes and not state:
@@ -115,8 +137,6 @@ class Run:
         self.policy_rng = np.random.default_rng(seeds[0])
         self.envs = make_envs(config.env, seeds[1])
         self.frames = FrameStack(self.envs.num_envs, config.env.stack_size, self.envs.frame_shape)
-        if config.replay.spill_dir is not None:
-            self._replay_folder = Path(config.replay.spill_dir) / self.folder.path.resolve().name
         self.replay = Replay(
             config.replay,
             num_envs=self.envs.num_envs,
@@ -221,8 +241,11 @@ class Run:
         if self.budget.finished(self.step, self.log.num_games) and self._evaluate(final=True):
             self.save(wait=True)
             self.log.say(f"finished: {self.step:,} steps, {self.updates:,} updates, {self.log.num_games:,} games")
-            return exits.FINISHED
-        self.save(wait=True)
+            if self.saved_step == self.step:
+                return exits.FINISHED
+            self.budget.stop_reason = "the end is not saved"
+        else:
+            self.save(wait=True)
         if not checkpoint.generations(self._checkpoints):
             self.log.say(f"error: stopped at step {self.step:,} ({self.budget.stop_reason}) without any checkpoint")
             return exits.FAILED

@@ -267,6 +267,36 @@ def test_a_flipped_byte_in_each_file_is_named(tmp_path):
     assert code == 2 and "no checkpoint" in output and "--fresh" in output, output
 
 
+def test_a_disk_that_is_full_is_named_and_training_goes_on(tmp_path):
+    """A real tmpfs, too small for the second checkpoint; with more room the same command goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        options = {"replay__codec": "raw", "replay__capacity": 3_000, "budget__max_steps": 2_500}
+        code, output = finish(disk / "run", **options, evaluation__period_steps=1_000_000)
+        assert code == 75 and "No space left on device" in output and "training goes on" in output, output
+        state, notes = checkpoint.load_newest(disk / "run" / "checkpoint")
+        assert notes == [] and 0 <= state["step"] < 2_500
+        subprocess.run(["mount", "-o", "remount,size=60m", str(disk)], check=True)
+        code, output = finish(disk / "run", **options, evaluation__period_steps=1_000_000)
+        assert code == 0 and f"resumed at step {state['step']:,}" in output, output
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_another_runs_spill_files_are_never_mixed_in(tmp_path):
+    spill, options = tmp_path / "spill", {"budget__max_steps": 600, "replay__spill_dir": tmp_path / "spill"}
+    code, output = finish(tmp_path / "a" / "run", **options)
+    assert code == 0 and list((spill / "run").glob("*.npy")), output
+    code, output = finish(tmp_path / "b" / "run", **options)
+    assert code == 2 and "another run's replay" in output and not (tmp_path / "b" / "run").exists(), output
+    code, output = finish(tmp_path / "a" / "run", **{**options, "budget__max_steps": 700})
+    assert code == 0 and "resumed at step 600" in output, output
+
+
 def test_every_file_loads_without_unpickling(whole):
     for path in [*whole.glob("*.pt"), *(whole / "checkpoint").iterdir()]:
         assert isinstance(torch.load(path), dict)

@@ -126,6 +126,43 @@ def test_one_seed_one_result_and_evaluating_changes_nothing(tmp_path, monkeypatc
     assert not same(a["learner"], c["learner"])
 
 
+class Scripted(CatchEnvs):
+    """Two lanes whose games last 3 and 5 steps; a frame tells its row."""
+
+    def __init__(self, env, seed):
+        super().__init__(env, seed)
+        self.age, self.rows = np.zeros(2, np.int64), 0
+
+    def recv(self):
+        timestep = super().recv()
+        self.rows += 1
+        self.age = np.where(self.over_before, 0, self.age + 1)
+        ended = self.age == np.array([3, 5])
+        first, self.over_before = self.over_before, ended
+        return timestep._replace(terminal=ended, ended=ended, first=first, frame=timestep.frame * 0 + self.rows)
+
+    over_before = np.zeros(2, bool)
+
+
+def test_real_steps_are_stored_and_reset_rows_never(tmp_path, monkeypatch):
+    """40 iterations: 3 of 4 rows of the one lane and 5 of 6 of the other are transitions."""
+    use_catch(monkeypatch)
+    monkeypatch.setattr(run_module, "make_envs", Scripted)
+    seen = {}
+
+    def loop(run):
+        train(run)
+        seen["sources"] = run.replay.num_sources
+        seen["batch"] = run.replay.sample(400)
+
+    wanted = make(learner__learning_starts_steps=1_000, budget__max_steps=80)
+    assert run_module.start(wanted, f"{tmp_path}/a", loop) == exits.FINISHED
+    rows = np.arange(40)
+    real = (rows % 4 != 3).sum() + (rows % 6 != 5).sum()
+    assert seen["sources"] == real - 1  # lane 1's newest has no successor yet; lane 0 has just reset
+    assert set(seen["batch"].window[:, 3, 0, 0]) <= set(range(39))
+
+
 def stopping_at(step):
     def loop(run):
         goes_on = run.goes_on
