@@ -30,6 +30,7 @@ from dqn.replay import Transitions
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE, GROWTH_UPDATES = 2.0**16, 2_000
 """fp16: the first loss scale, and the updates without overflow after which it doubles."""
+CPUINFO = Path("/proc/cpuinfo")
 EAGER_UPDATES = 3
 """CUDA: updates before the one that is recorded as a graph."""
 
@@ -92,7 +93,7 @@ def _has_bf16(device: str) -> bool:
     if device == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
     try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        flags = CPUINFO.read_text(encoding="utf-8")
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
