@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from dqn.memory import return_freed
+
 GENERATIONS = 2
 
 
@@ -182,6 +184,7 @@ class Saver:
             return None
         self._thread.join()
         self._thread = None
+        return_freed()
         return self._result
 
     def _write(self, step: int, state: dict[str, Any], snapshot: ReplaySnapshot, extra: Callable[[], None]) -> None:

@@ -8,6 +8,8 @@ dearer once a window. After the replay is full nothing should grow: a robust slo
 whether something does, and which part. Units: bytes inside, MiB in files and tags.
 """
 
+import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -141,6 +143,16 @@ def rss_reader() -> Callable[[], int]:
         return lambda: process.memory_info().rss
     page = os.sysconf("SC_PAGE_SIZE")
     return lambda: int(os.pread(statm, 96, 0).split()[1]) * page
+
+
+def return_freed() -> None:
+    """Gives freed heap pages back to the system: 1 to 5 ms, for threads whose work has left many holes behind.
+
+    Without it glibc keeps what a checkpoint or the training of a dictionary needed for a moment: 100 MiB after a while.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def children_bytes() -> int:

@@ -227,7 +227,7 @@ def test_max_hours_stops_in_time_and_resumes(tmp_path):
     started = time.monotonic()
     code, output = finish(folder, **{**PHASES["learn"], "budget__max_hours": 0.005})
     assert code == 75 and "budget.max_hours" in output, output
-    assert time.monotonic() - started < 0.005 * 3600 + 10
+    assert time.monotonic() - started < 0.005 * 3600 + 40  # the interpreter of a busy machine starts slowly
     step = checkpoint.generations(folder / "checkpoint")[0].step
     code, output = finish(folder, **{**PHASES["learn"], "budget__max_steps": step + 50})
     assert code == 0 and f"resumed at step {step:,}" in output, output

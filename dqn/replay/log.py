@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dqn.config import ReplayConfig, UsageError
+from dqn.memory import return_freed
 from dqn.replay import segment as segments
 from dqn.replay.priorities import SumTree
 from dqn.replay.segment import GROUP_ROWS, Dictionary, Metadata, Segment
@@ -241,6 +242,7 @@ class Replay:
             assert closed._raw is not None
             self._dictionary = segments.train(closed._raw)
         closed.seal(self._dictionary)
+        return_freed()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

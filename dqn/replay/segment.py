@@ -24,6 +24,8 @@ LEVEL = 7
 DICTIONARY_BYTES = 32 << 10
 DICTIONARY_SEGMENTS = 8
 """Segments that share a dictionary: training one takes a core 0.5 s."""
+SAMPLES = 256
+"""Groups that a dictionary is trained on: 14 MB for a moment."""
 _HEADER = struct.Struct("<8s8Q")
 _MAGIC = b"DQNSEG01"
 _MAX_OPEN_FILES = 256
@@ -45,9 +47,10 @@ class Dictionary:
 
 def train(frames: np.ndarray) -> Dictionary:
     """A dictionary from the frames u8[R, N, H, W] of a segment; an empty one if they are too few."""
-    samples: list[Any] = [group.tobytes() for group in groups(frames)]
+    every = groups(frames)
+    samples: list[Any] = [group.tobytes() for group in every[:: max(1, len(every) // SAMPLES)]]
     try:
-        found = zstandard.train_dictionary(DICTIONARY_BYTES, samples[:: max(1, len(samples) // 256)], level=LEVEL)
+        found = zstandard.train_dictionary(DICTIONARY_BYTES, samples, level=LEVEL)
     except zstandard.ZstdError:
         return Dictionary(b"")
     return Dictionary(found.as_bytes())
