@@ -9,15 +9,6 @@ from dqn.budget import Budget, StopEarly
 from dqn.config import BudgetConfig
 
 
-@pytest.fixture
-def restore_signals():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before):
-        signal.signal(number, handler)
-
-
 def test_steps_and_games_whichever_comes_first():
     budget = Budget(BudgetConfig(max_steps=100, max_episodes=5, max_hours=None))
     assert not budget.finished(99, 4)

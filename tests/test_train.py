@@ -2,7 +2,6 @@
 
 import csv
 import json
-import signal
 
 import numpy as np
 import pytest
@@ -15,15 +14,7 @@ from dqn import run as run_module
 from dqn.config import LearnerConfig, UsageError
 from dqn.train import train, updates_due
 
-
-@pytest.fixture(autouse=True)
-def restore_signals():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before):
-        signal.signal(number, handler)
-
+pytestmark = pytest.mark.usefixtures("restore_signals")
 
 SMALL = {
     "seed": 3,
