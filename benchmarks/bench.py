@@ -20,7 +20,14 @@ from benchmarks.replay_memory import games_table, ram_picture
 
 ROOT = Path(__file__).parent.parent
 CAPACITY, LEARNING_STARTS = 20_000, 2_000
-PEER_PACKAGES = ("torch==2.13.0", "stable-baselines3==2.9.2", "gymnasium[atari]", "ale-py==0.12.1", "psutil")
+PEER_PACKAGES = (
+    "torch==2.13.0",
+    "stable-baselines3==2.9.2",
+    "gymnasium[atari]==1.4.0",
+    "ale-py==0.12.1",
+    "opencv-python-headless",
+    "psutil",
+)
 
 
 def train_ours(steps: int, **options: Any) -> dict[str, float]:
