@@ -168,6 +168,8 @@ class Learner:
         self._scale = torch.tensor(scale, device=self.device)
         self._good_updates = torch.zeros((), device=self.device)
         self._inputs, self._graph = _Inputs(self.device), _Graph(self._update)
+        self.as_graph = self.device.type == "cuda"
+        """Whether updates are replayed as a CUDA graph."""
 
     def describe(self) -> str:
         """Device, precision and threads in words."""
@@ -190,7 +192,7 @@ class Learner:
             NonFiniteLoss: on a CPU, where it costs nothing to look; on a GPU `LearnMetrics.check` does.
         """
         self._inputs.load(batch)
-        metrics = self._graph.run() if self.device.type == "cuda" else self._update()
+        metrics = self._graph.run() if self.as_graph else self._update()
         self.updates += 1
         return metrics
 

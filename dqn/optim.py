@@ -18,21 +18,10 @@ class Adam:
     def step(self, parameters: Tensor, gradient: Tensor, found_inf: Tensor | None = None) -> None:
         """Moves the parameters; `found_inf` of 1 leaves everything as it was."""
         self.updates.add_(1)
-        torch._fused_adam_(
-            [parameters],
-            [gradient],
-            [self.mean],
-            [self.square],
-            [],
-            [self.updates],
-            lr=self.learning_rate,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=self.epsilon,
-            amsgrad=False,
-            maximize=False,
-            found_inf=found_inf,
+        lists = [[tensor] for tensor in (parameters, gradient, self.mean, self.square)]
+        constants = {"lr": self.learning_rate, "beta1": 0.9, "beta2": 0.999, "eps": self.epsilon, "weight_decay": 0.0}
+        torch._fused_adam_(  # type: ignore[call-overload]
+            *lists, [], [self.updates], **constants, amsgrad=False, maximize=False, found_inf=found_inf
         )
         if found_inf is not None:
             self.updates.sub_(found_inf)

@@ -155,7 +155,7 @@ def test_updates_are_the_plain_learners(changes):
         wanted = plain.online.state_dict()[name]
         off = float((value - wanted).norm())
         assert off < 1e-5 * float(wanted.norm()), name
-        assert off < 0.02 * float((wanted - begin[name]).norm()), name  # of the way it went
+        assert off < 1e-3 * float((wanted - begin[name]).norm()), name  # of the way it went
 
 
 def test_bf16_stays_near_fp32():
@@ -617,7 +617,7 @@ def test_the_graph_is_the_eager_update(precision):
     """Eight updates, five of them replayed, with a copied target and a loaded checkpoint in between."""
     options = {"learner__device": "cuda", "learner__precision": precision}
     graphed, eager = make(**options), make(**options)
-    eager._graph.run = eager._update
+    eager.as_graph = False
     for update in range(8):
         metrics = [ours.learn(batch_of(32, seed=update)) for ours in (graphed, eager)]
         assert float(metrics[0].loss) == pytest.approx(float(metrics[1].loss), rel=1e-3)
