@@ -84,7 +84,7 @@ def _cuda_problem() -> str | None:
         name = torch.cuda.get_device_name()
         return (
             f"this PyTorch has no kernels for {name} (sm_{major}{minor}, it has {', '.join(known)}); install one that"
-            " has, such as torch 2.6 with CUDA 11.8 for Pascal cards, or take learner.device cpu"
+            " has (for Pascal cards the builds on CUDA 12.6, see the README), or take learner.device cpu"
         )
     return None
 

@@ -35,6 +35,7 @@ class Video:
         self._low = self._high = 0.0
         self._canvas = np.zeros((HEIGHT, 160 * SCALE + PANEL_WIDTH, 3), np.uint8)
         try:
+            path.open("wb").close()  # PyAV would notice only when it writes
             self._file = av.open(str(path), "w")
             self._stream = self._file.add_stream("h264", rate=Fraction(FRAMES_PER_SECOND))
         except (OSError, ValueError) as error:
