@@ -24,7 +24,7 @@ from dqn.config import Config, LearnerConfig, UsageError
 from dqn.losses import clipped_td_loss, q_learning_target, td_error
 from dqn.memory import cores
 from dqn.networks import FastNetwork, QNetwork
-from dqn.optim import Adam, RMSPropGraves
+from dqn.optim import Adam, RMSPropGraves, forget_tiny
 from dqn.replay import Transitions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -194,6 +194,8 @@ class Learner:
         self._inputs.load(batch)
         metrics = self._graph.run() if self.as_graph else self._update()
         self.updates += 1
+        if self.updates % 100 == 0:
+            forget_tiny(self.optimizer.state())
         return metrics
 
     def _update(self) -> LearnMetrics:

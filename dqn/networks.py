@@ -4,8 +4,7 @@
 parameters in one flat vector:
 
 - conv1, 8×8 with stride 4, is exactly a 2×2 convolution with stride 1 over pictures whose 4×4 blocks are 16 channels
-  ("space to depth"): no strided reads, and 16·S channels instead of S. conv2, 4×4 with stride 2, is likewise a 2×2
-  convolution over 2×2 blocks of 128 channels.
+  ("space to depth"): no strided reads, and 16·S channels instead of S.
 - Convolutions are channels-last, so the flattening before the hidden layer is a view. The fully connected layers keep
   transitions as columns, `W x + b` as in a textbook: the large W is then read as it lies.
 - Pixels stay 0…255 (bf16 holds them exactly); 1/255 is folded into conv1's working weights.
@@ -77,9 +76,8 @@ def pack(plain: dict[str, Tensor]) -> Tensor:
     parts = dict(plain)
     weight = plain["conv1.weight"].unflatten(3, (2, BLOCK)).unflatten(2, (2, BLOCK))  # [32, S, 2, 4, 2, 4]
     parts["conv1.weight"] = weight.permute(0, 2, 4, 1, 3, 5)
-    weight = plain["conv2.weight"].unflatten(3, (2, 2)).unflatten(2, (2, 2))  # [64, 32, 2, 2, 2, 2]
-    parts["conv2.weight"] = weight.permute(0, 2, 4, 3, 5, 1)
-    parts["conv3.weight"] = plain["conv3.weight"].permute(0, 2, 3, 1)
+    for name in ("conv2.weight", "conv3.weight"):
+        parts[name] = plain[name].permute(0, 2, 3, 1)
     side = round((plain["hidden.weight"].shape[1] // 64) ** 0.5)
     parts["hidden.weight"] = plain["hidden.weight"].unflatten(1, (64, side, side)).permute(0, 2, 3, 1)
     return torch.cat([part.reshape(-1) for part in parts.values()])
@@ -97,11 +95,10 @@ def unpack(flat: Tensor, network: QNetwork) -> dict[str, Tensor]:
 
 
 class Activations(NamedTuple):
-    """What the backward pass needs: each layer's input (conv2's in blocks) and its output after ReLU."""
+    """What the backward pass needs: the input and each layer's output after ReLU."""
 
     x: Tensor
     y1: Tensor
-    x2: Tensor
     y2: Tensor
     y3: Tensor
     hidden: Tensor
@@ -126,7 +123,7 @@ class FastNetwork:
         self._sizes = {
             "conv1.weight": (32, 2, 2, 16 * stack_size),
             "conv1.bias": (32,),
-            "conv2.weight": (64, 2, 2, 4 * 32),
+            "conv2.weight": (64, 4, 4, 32),
             "conv2.bias": (64,),
             "conv3.weight": (64, 3, 3, 64),
             "conv3.bias": (64,),
@@ -155,13 +152,13 @@ class FastNetwork:
     def forward(self, x: Tensor) -> tuple[Tensor, Activations]:
         """Q values f32[B, A] of blocked pictures [B, h, w, 16·S] in the working precision."""
         w, k = self._w, self._kernels
-        y1 = F.conv2d(x.permute(0, 3, 1, 2), k["conv1"], w["conv1.bias"]).relu_()
-        x2 = _to_blocks(y1)
-        y2 = F.conv2d(x2, k["conv2"], w["conv2.bias"]).relu_()
+        x = x.permute(0, 3, 1, 2)  # a view: channels-last
+        y1 = F.conv2d(x, k["conv1"], w["conv1.bias"]).relu_()
+        y2 = F.conv2d(y1, k["conv2"], w["conv2.bias"], stride=2).relu_()
         y3 = F.conv2d(y2, k["conv3"], w["conv3.bias"]).relu_()
         hidden = torch.addmm(w["hidden.bias"], w["hidden.weight"], _features(y3).t()).relu_()  # [512, B]
         q = torch.addmm(w["output.bias"], w["output.weight"], hidden)
-        return q.t().float(), Activations(x, y1, x2, y2, y3, hidden)
+        return q.t().float(), Activations(x, y1, y2, y3, hidden)
 
     def backward(self, q_gradient: Tensor, a: Activations, gradient: dict[str, Tensor], add: bool = False) -> None:
         """Writes dL/dθ into views of a flat float32 vector, or adds it to them, given dL/dQ f32[B, A]."""
@@ -172,33 +169,22 @@ class FastNetwork:
         put(gradient["output.bias"], g.sum(1, keepdim=True, dtype=torch.float32))
 
         g = _relu_backward(w["output.weight"].t() @ g, a.hidden)
-        hidden = gradient["hidden.weight"]
-        if g.dtype == torch.float32:  # most of the parameters: without a copy
-            (hidden if add else hidden.zero_()).addmm_(g, _features(a.y3))
+        if g.dtype == torch.float32 and not add:  # most of the parameters, without a copy
+            torch.mm(g, _features(a.y3), out=gradient["hidden.weight"])
         else:
-            put(hidden, g @ _features(a.y3))
+            put(gradient["hidden.weight"], g @ _features(a.y3))
         put(gradient["hidden.bias"], g.sum(1, keepdim=True, dtype=torch.float32))
 
         g = (g.t() @ w["hidden.weight"]).view(-1, self._side, self._side, 64).permute(0, 3, 1, 2)
-        g, kernel, bias = self._convolution_backward("conv3", _relu_backward(g, a.y3), a.y2)
-        put(gradient["conv3.weight"], kernel)
-        put(gradient["conv3.bias"], bias)
-        g, kernel, bias = self._convolution_backward("conv2", _relu_backward(g, a.y2), a.x2)
-        put(gradient["conv2.weight"], kernel)
-        put(gradient["conv2.bias"], bias)
-        g = _relu_backward(_from_blocks(g, a.y1), a.y1)
-        _, kernel, bias = self._convolution_backward("conv1", g, a.x.permute(0, 3, 1, 2))
-        put(gradient["conv1.weight"], kernel.float() * PIXEL)
-        put(gradient["conv1.bias"], bias)
-
-    def _convolution_backward(self, name: str, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a layer's input (except conv1's), kernel [O, kh, kw, I] and bias."""
-        needed = [name != "conv1", True, True]
-        kernel = self._kernels[name]
-        below, gradient, bias = torch.ops.aten.convolution_backward(
-            g, x, kernel, [len(kernel)], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needed
-        )
-        return below, gradient.permute(0, 2, 3, 1), bias
+        for name, x, y, stride in (("conv3", a.y2, a.y3, 1), ("conv2", a.y1, a.y2, 2), ("conv1", a.x, a.y1, 1)):
+            kernel, needed = self._kernels[name], [name != "conv1", True, True]
+            g, kernel_gradient, bias_gradient = torch.ops.aten.convolution_backward(
+                _relu_backward(g, y), x, kernel, [len(kernel)], [stride] * 2, [0, 0], [1, 1], False, [0, 0], 1, needed
+            )
+            if name == "conv1":
+                kernel_gradient = kernel_gradient.float() * PIXEL
+            put(gradient[f"{name}.weight"], kernel_gradient.permute(0, 2, 3, 1))
+            put(gradient[f"{name}.bias"], bias_gradient)
 
 
 def _features(y3: Tensor) -> Tensor:
@@ -209,19 +195,3 @@ def _features(y3: Tensor) -> Tensor:
 def _relu_backward(gradient: Tensor, output: Tensor) -> Tensor:
     """The gradient where the output is above 0, in place."""
     return torch.ops.aten.threshold_backward.grad_input(gradient, output, 0, grad_input=gradient)
-
-
-def _to_blocks(y: Tensor) -> Tensor:
-    """Channels-last [B, C, h, w] with 2×2 blocks as channels: [B, 4·C, h/2, w/2]; an odd last row is never used."""
-    height, width = y.shape[2] // 2, y.shape[3] // 2
-    y = y.permute(0, 2, 3, 1)[:, : 2 * height, : 2 * width]
-    return y.unflatten(2, (width, 2)).unflatten(1, (height, 2)).transpose(2, 3).flatten(3).permute(0, 3, 1, 2)
-
-
-def _from_blocks(g: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_to_blocks`, 0 where it used nothing."""
-    height, width = g.shape[2:]
-    g = g.permute(0, 2, 3, 1).unflatten(3, (2, 2, -1)).transpose(2, 3)  # [B, h/2, 2, w/2, 2, C]
-    g = g.flatten(3, 4).flatten(1, 2)
-    g = F.pad(g, (0, 0, 0, like.shape[3] - 2 * width, 0, like.shape[2] - 2 * height)) if like.shape[2] % 2 else g
-    return g.permute(0, 3, 1, 2)

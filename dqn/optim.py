@@ -6,6 +6,19 @@ Both keep their state in float32 tensors, so a checkpoint loads anywhere.
 import torch
 from torch import Tensor
 
+TINY = 1e-30
+"""An average below this moves no float32 parameter: an ε stands beside it."""
+
+
+def forget_tiny(averages: dict[str, Tensor]) -> None:
+    """Sets averages that have decayed below `TINY` to 0, in place; to be called every 100 updates.
+
+    The averages of a weight that gets no gradient any more decay into denormal numbers, which processors handle
+    slowly, and stay there: after 60,000 updates of Breakout 45 % of Adam's means were such.
+    """
+    for average in averages.values():
+        torch.ops.aten.hardshrink.out(average, TINY, out=average)
+
 
 class Adam:
     """Adam (Kingma and Ba 2015), PyTorch's fused kernel: 1 ms for Nature's network where the loop takes 3."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dqn.optim import Adam, RMSPropGraves
+from dqn.optim import TINY, Adam, RMSPropGraves, forget_tiny
 
 
 def test_rmsprop_by_hand():
@@ -74,3 +74,20 @@ def test_an_overflow_leaves_everything_as_it_was(kind):
 def test_state_is_float32(kind):
     optimizer = kind(torch.zeros(3), 1e-2, 1e-8)
     assert {tensor.dtype for tensor in optimizer.state().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", [Adam, RMSPropGraves])
+def test_averages_without_a_gradient_end_at_zero_and_never_below_normal_numbers(kind):
+    """A weight that learns for a while and then gets no gradient: its averages decay to 0, and it stays where it is."""
+    parameters, plain = torch.ones(2), torch.ones(2)
+    ours, reference = kind(parameters, 1e-3, 1e-8), kind(plain, 1e-3, 1e-8)
+    for update in range(1, 2_001):
+        gradient = torch.tensor([1e-3, 1e-3 if update < 100 else 0.0])
+        ours.step(parameters, gradient)
+        reference.step(plain, gradient)
+        if update % 100 == 0:
+            forget_tiny(ours.state())
+        averages = torch.stack([ours.mean, ours.square])
+        assert not ((averages != 0) & (averages.abs() < torch.finfo(torch.float32).tiny)).any()
+    assert float(ours.mean[1]) == 0 and 0 < abs(float(reference.mean[1])) < 1e-38 < TINY
+    assert torch.allclose(parameters, plain, rtol=1e-7)
