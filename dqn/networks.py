@@ -7,7 +7,8 @@ parameters in one flat vector:
   ("space to depth"): no strided reads, and 16·S channels instead of S.
 - Convolutions are channels-last, so the flattening before the hidden layer is a view. The fully connected layers keep
   transitions as columns, `W x + b` as in a textbook: the large W is then read as it lies.
-- Pixels stay 0…255 (bf16 holds them exactly); 1/255 is folded into conv1's working weights.
+- Pixels stay 0…255 (bf16 holds them exactly); 1/255 is folded into conv1's working weights. The output layer, which
+  is small, computes in float32 whatever the precision.
 - The backward pass is written out: no gradient of the input, none of what no one needs, and each gradient lands in
   its place in the flat vector. `tests/test_networks.py` holds it to autograd's.
 """
@@ -134,6 +135,7 @@ class FastNetwork:
         }
         self.working = masters if dtype == torch.float32 else torch.empty_like(masters, dtype=dtype)
         self._w = self.views(self.working)
+        self._w |= {name: part for name, part in self.views(masters).items() if name.startswith("output")}
         self._w["conv1.weight"] = torch.empty_like(self._w["conv1.weight"])  # scaled for pixels of 0…255
         self._kernels = {name: self._w[f"{name}.weight"].permute(0, 3, 1, 2) for name in ("conv1", "conv2", "conv3")}
         self.refresh()
@@ -157,18 +159,18 @@ class FastNetwork:
         y2 = F.conv2d(y1, k["conv2"], w["conv2.bias"], stride=2).relu_()
         y3 = F.conv2d(y2, k["conv3"], w["conv3.bias"]).relu_()
         hidden = torch.addmm(w["hidden.bias"], w["hidden.weight"], _features(y3).t()).relu_()  # [512, B]
-        q = torch.addmm(w["output.bias"], w["output.weight"], hidden)
-        return q.t().float(), Activations(x, y1, y2, y3, hidden)
+        q = torch.addmm(w["output.bias"], w["output.weight"], hidden.float())
+        return q.t(), Activations(x, y1, y2, y3, hidden)
 
     def backward(self, q_gradient: Tensor, a: Activations, gradient: dict[str, Tensor], add: bool = False) -> None:
         """Writes dL/dθ into views of a flat float32 vector, or adds it to them, given dL/dQ f32[B, A]."""
         w = self._w
         put = Tensor.add_ if add else Tensor.copy_
-        g = q_gradient.t().to(self.working.dtype)
-        put(gradient["output.weight"], g @ a.hidden.t())
-        put(gradient["output.bias"], g.sum(1, keepdim=True, dtype=torch.float32))
+        g = q_gradient.t()
+        put(gradient["output.weight"], g @ a.hidden.float().t())
+        put(gradient["output.bias"], g.sum(1, keepdim=True))
 
-        g = _relu_backward(w["output.weight"].t() @ g, a.hidden)
+        g = _relu_backward((w["output.weight"].t() @ g).to(a.hidden.dtype), a.hidden)
         if g.dtype == torch.float32 and not add:  # most of the parameters, without a copy
             torch.mm(g, _features(a.y3), out=gradient["hidden.weight"])
         else:
