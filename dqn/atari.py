@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
-from ale_py import ALEInterface, ALEState, LoggerMode, roms
+from ale_py import Action, ALEInterface, ALEState, LoggerMode, roms
 
 from dqn.config import EnvConfig, UsageError, nearest
 from dqn.memory import cores
 from dqn.preprocessing import max_pool, resize
 
-NOOP = 0
+TWO_PLAYERS = frozenset({"combat", "joust", "maze_craze", "warlords"})
+"""ROMs that need a second player: the emulator ends the whole process when it loads one as a game for one."""
 NEVER_FRAMES = 2**31 - 1
 """ale-py's own cut would show the picture before the last: `VectorEnvs` counts and cuts by itself."""
 EXACT_GAMES = frozenset({"breakout", "pong", "seaquest", "space_invaders"})
@@ -61,8 +62,8 @@ class TimeStep(NamedTuple):
 
 
 def game_names() -> list[str]:
-    """Every game that ALE knows, as its ROM is called."""
-    return roms.get_all_rom_ids()
+    """Every game that ALE can play, as its ROM is called."""
+    return [name for name in roms.get_all_rom_ids() if name not in TWO_PLAYERS]
 
 
 def resolve_game(name: str) -> str:
@@ -188,11 +189,16 @@ class VectorEnvs(_Envs):
 
 
 class PythonEnvs(_Envs):
-    """The same in plain Python, lane after lane."""
+    """The same in plain Python, lane after lane.
+
+    Attributes:
+        idle: bool[N], lanes that whoever plays is through with: they stand still, their rows mean nothing.
+    """
 
     def __init__(self, config: EnvConfig, seed: np.random.SeedSequence):
         self.lanes = [AtariEnv(config, lane) for lane in seed.spawn(config.num_envs)]
         super().__init__(config, self.lanes[0].actions)
+        self.idle = np.zeros(self.num_envs, bool)
 
     def reset(self) -> TimeStep:
         """New games in all lanes."""
@@ -206,10 +212,12 @@ class PythonEnvs(_Envs):
 
     def recv(self) -> TimeStep:
         """Plays the row."""
-        frame = np.empty((self.num_envs, *self.frame_shape), np.uint8)
+        frame = np.zeros((self.num_envs, *self.frame_shape), np.uint8)
         reward, lives = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int32)
         over, truncated = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
         for i, lane in enumerate(self.lanes):
+            if self.idle[i]:
+                continue
             if self._ended[i]:
                 lane.reset()
             else:
@@ -255,16 +263,16 @@ class AtariEnv:
         self._screens = np.zeros((2, *width_height), np.uint8)
         self.picture = np.zeros(width_height, np.uint8)
         self.frames = 0
-        self._last_action = NOOP
+        self._last_action = Action.NOOP
 
     def reset(self) -> None:
         """A new game, after its no-op frames, alive."""
         self.ale.reset_game()
         for _ in range(self._rng.integers(self.config.noop_min_frames, self.config.noop_max_frames + 1)):
-            self.ale.act(self.actions[NOOP])
+            self.ale.act(Action.NOOP)  # two games have no such action among their own
             if self.ale.game_over():
                 self.ale.reset_game()
-        self.frames, self._last_action = 0, NOOP
+        self.frames, self._last_action = 0, Action.NOOP
         self.ale.getScreenGrayscale(self.picture)
 
     def step(self, action: int) -> tuple[float, bool, bool]:
@@ -273,8 +281,8 @@ class AtariEnv:
         over = False
         for i in range(last + 1):
             if not (self.config.sticky_probability and self._rng.random() < self.config.sticky_probability):
-                self._last_action = action
-            reward += self.ale.act(self.actions[self._last_action])
+                self._last_action = self.actions[action]
+            reward += self.ale.act(self._last_action)
             self.frames += 1
             over = self.ale.game_over()
             if i >= last - 1 or over:
@@ -293,7 +301,7 @@ class AtariEnv:
             "emulator": self.ale.cloneState(include_rng=True).__getstate__(),
             "rng": self._rng.bit_generator.state,
             "frames": self.frames,
-            "last_action": self._last_action,
+            "last_action": self._last_action.value,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -302,4 +310,4 @@ class AtariEnv:
         emulator.__setstate__(state["emulator"])
         self.ale.restoreState(emulator)
         self._rng.bit_generator.state = state["rng"]
-        self.frames, self._last_action = state["frames"], state["last_action"]
+        self.frames, self._last_action = state["frames"], Action(state["last_action"])

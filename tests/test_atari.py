@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ale_py import Action
 
 from dqn.atari import EXACT_GAMES, AtariEnv, PythonEnvs, VectorEnvs, game_names, make_envs, resolve_game
 from dqn.checkpoint import to_arrays, to_tensors
@@ -131,6 +132,59 @@ class Fake:
         out[:] = self.frames
 
 
+def test_no_ops_are_no_ops_where_the_game_has_no_such_action():
+    """The first action of backgammon is FIRE."""
+    fake, acted = Fake(100), []
+    fake.act = lambda action: acted.append(action) or 0
+    AtariEnv(env("backgammon", noop_min_frames=5, noop_max_frames=5), seed(), ale=fake).reset()
+    assert acted == [Action.NOOP] * 5
+    envs = PythonEnvs(env("backgammon"), seed())
+    assert envs.action_meanings[0] == "FIRE" and envs.fire_action == 0
+
+
+@pytest.mark.parametrize("game, action", [("breakout", 1), ("video_checkers", 0), ("freeway", None)])
+def test_fire_is_found_by_its_meaning(game, action):
+    assert PythonEnvs(env(game, num_envs=1), seed()).fire_action == action
+
+
+@pytest.mark.parametrize("rows_short", [0, 1])
+def test_a_cut_just_before_the_games_end(rows_short):
+    """The vector lane that is cut plays one row more by itself; that the game ends in it must not be seen."""
+    rng = np.random.default_rng(1)
+    actions = [np.repeat(rng.integers(4), 2) for _ in range(400)]
+    envs = make_envs(env(backend="python"), seed())
+    envs.reset()
+    for rows, action in enumerate(actions, 1):  # noqa: B007
+        envs.send(action)
+        if envs.recv().ended[0]:
+            break
+    both = [make_envs(env(backend=name, max_frames=4 * (rows - rows_short)), seed()) for name in ("vector", "python")]
+    left, right = (envs.reset() for envs in both)
+    ends = []
+    for action in actions:
+        ends.append((bool(left.ended[0]), bool(left.truncated[0])))
+        over = left.ended & ~left.truncated
+        assert np.array_equal(left.frame[~over], right.frame[~over])
+        for name in ("reward", "terminal", "truncated", "ended", "lives", "first", "lost_life"):
+            assert np.array_equal(getattr(left, name), getattr(right, name)), name
+        for envs in both:
+            envs.send(action)
+        left, right = (envs.recv() for envs in both)
+    both[0].close()
+    assert ends[rows - rows_short] == (True, rows_short == 1)
+
+
+def test_an_idle_lane_stands_still():
+    envs = PythonEnvs(env(), seed())
+    envs.reset()
+    envs.idle[1] = True
+    frames = [lane.ale.getFrameNumber() for lane in envs.lanes]
+    for _ in range(5):
+        envs.send(np.ones(2, np.int64))
+        envs.recv()
+    assert [lane.ale.getFrameNumber() - before for lane, before in zip(envs.lanes, frames)] == [20, 0]
+
+
 @pytest.mark.parametrize("alive", range(1, 33))
 def test_the_first_state_comes_from_a_live_game(alive):
     fake = Fake(alive)
@@ -154,7 +208,7 @@ def test_four_ways_to_name_a_game_and_one_frame_skip(name):
     assert envs.lanes[0].frames % 4 == 0 or envs._ended[0]
 
 
-@pytest.mark.parametrize("name", ["brekout", "ALE/Nothing-v5", "Breakout-ram-v4", ""])
+@pytest.mark.parametrize("name", ["brekout", "ALE/Nothing-v5", "Breakout-ram-v4", "combat", ""])
 def test_unknown_games_are_answered_with_the_nearest(name):
     with pytest.raises(UsageError, match="unknown game"):
         resolve_game(name)
@@ -163,7 +217,7 @@ def test_unknown_games_are_answered_with_the_nearest(name):
 
 @pytest.mark.parametrize("backend", ["vector", "python"])
 def test_noops_are_0_to_30(backend):
-    envs = make_envs(env(noop_max_frames=30, num_envs=40, backend=backend, num_threads=2), seed())
+    envs = make_envs(env(noop_max_frames=30, num_envs=24, backend=backend, num_threads=2), seed())
     if backend == "python":
         envs.reset()
         counts = np.array([lane.ale.getEpisodeFrameNumber() for lane in envs.lanes])
@@ -181,7 +235,7 @@ def test_sticky_actions_repeat_at_the_stated_rate():
     for i in range(4_000):
         action = 2 + i % 2
         lane.step(action)
-        repeats += lane._last_action != action
+        repeats += lane._last_action != lane.actions[action]
         if lane.ale.game_over():
             lane.reset()
     assert 0.18 < repeats / 4_000 < 0.22  # of alternating actions p/(1 + p) differ: two repeats in a row meet again
