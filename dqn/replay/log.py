@@ -22,6 +22,7 @@ called, and how far sealing or spilling is makes no difference to what is read.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,20 @@ class Transitions(NamedTuple):
     index: np.ndarray | None  # type: ignore[assignment]  # hides tuple.index
 
 
+class Draw(NamedTuple):
+    """A batch but for its frames: what `gather` copies, in any thread, whatever is appended or evicted meanwhile.
+
+    Attributes:
+        values: the fields of `Transitions` after `window`.
+        shown: bool[B, S + n]; the other frames are black.
+        runs: frames that lie together: batch row, columns from and to, segment, its row and lane.
+    """
+
+    values: tuple[Any, ...]
+    shown: np.ndarray
+    runs: list[tuple[int, int, int, Segment, int, int]]
+
+
 class Windows(NamedTuple):
     """The slots around K drawn ones: place (−1 where there is none) and row, [K, S + n], and what the rule says."""
 
@@ -99,14 +114,17 @@ class Need(NamedTuple):
 def needs(config: ReplayConfig, num_envs: int, window: int, frame_bytes: int) -> Need:
     """The arithmetic of a replay's RAM, before there is one.
 
-    `fixed` is the metadata, the priorities, two raw buffers and room for a third; `table` the offsets of the groups.
+    `fixed` is the metadata, the priorities, two raw buffers and room for a third; `table` the dictionaries and the
+    offsets of the groups.
     """
     segment = segment_rows(config, num_envs, window, frame_bytes) * num_envs
     places = -(-config.capacity // segment) + 1
     per_slot = SLOT_BYTES + (16 if config.prioritized else 0)
-    dictionary = segments.DICTIONARY_BYTES if config.codec == "zstd" else 0
-    fixed = 3 * segment * frame_bytes + dictionary + places * segment * per_slot
-    table = 8 * places * segment // GROUP_ROWS if config.codec == "zstd" else 0
+    dictionary = segments.DICTIONARY_MEMORY if config.codec == "zstd" else 0
+    groups = segment // GROUP_ROWS if config.codec == "zstd" else 0
+    making = dictionary + groups * segments.GROUP_BYTES  # noise grows a little when it is compressed
+    fixed = 3 * segment * frame_bytes + making + places * segment * per_slot
+    table = places * (8 * groups + dictionary // segments.DICTIONARY_SEGMENTS)
     return Need(min(config.capacity + segment, places * segment), segment, fixed, table)
 
 
@@ -148,23 +166,27 @@ class Replay:
         metadata = (self._places, self.rows, num_envs)
         self._action, self._flags = (np.zeros(metadata, np.uint8) for _ in range(2))
         self._reward = np.zeros(metadata, np.float32)
-        self._before, self._after = (np.full(self._places, -1) for _ in range(2))
-        self._tree = SumTree(self._places * self.segment_slots) if config.prioritized else None
+        self._number, self._before, self._after = (np.full(self._places, -1) for _ in range(3))
+        self._num_leaves = self._places * self.segment_slots
+        self._tree = SumTree(self._num_leaves) if config.prioritized else None
         self.max_priority = 1.0
         self.sealed: dict[int, Segment] = {}
         """Complete segments by number, the oldest first; those being sealed too."""
-        self.open_number, self.open_rows, self.place = 0, 0, 0
         self._free = list(range(1, self._places))
         self._at: list[Segment | None] = [None] * self._places
-        self._newest: Segment | None = None
-        self._order = np.array([0])
-        self._evicted, self._shrunk, self._disk_fails = 0, False, False
+        self._gone: dict[str, tuple[weakref.ref[Segment], bool]] = {}
+        self._evicted, self._shrunk, self._waited, self._disk_fails = 0, False, False, False
         self._buffers = [np.empty(self.shape, np.uint8)]
-        self._open = self._buffers[0]
+        self._frames = self._buffers[0]
+        self._begin(0, 0)
+        self._order = np.array([0])
         self._dictionary: Dictionary | None = None
         self._notes: list[str] = []
         self._failure: BaseException | None = None
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._tasks: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._done = threading.Event()
+        """Whether the thread has done all that the last closing asked for."""
+        self._done.set()
         self._thread = threading.Thread(target=self._work, name="replay", daemon=True)
         self._thread.start()
         self._columns = np.arange(1 - stack_size, n_steps + 1)
@@ -193,7 +215,7 @@ class Replay:
                 " 0 to 255 as the emulator gives them"
             )
         place, row = self.place, self.open_rows
-        self._open[row] = frame
+        self._frames[row] = frame
         self._action[place, row], self._reward[place, row] = action, reward
         self._flags[place, row] = first * FIRST + terminal * TERMINAL + truncated * TRUNCATED
         self.open_rows += 1
@@ -203,46 +225,66 @@ class Replay:
             self._close_segment()
         while self.num_slots - self.segment_slots >= self.config.capacity:
             self._evict(self._choose_victim())
+        if self._disk_fails:
+            self._keep_budget()
+
+    def _begin(self, number: int, place: int) -> None:
+        """Opens a segment on the raw buffer."""
+        self.open_number, self.place, self.open_rows = number, place, 0
+        self._number[place], self._before[place], self._after[place] = number, -1, -1
+        self._flags[place] = 0
+        self._at[place] = Segment(number, place, self.shape, self._frames)
 
     def _close_segment(self) -> None:
-        closed = Segment(self.open_number, self.place, self.shape, self._open)
-        self._open = self._next_buffer()
+        closed = self._at[self.place]
+        assert closed is not None
+        self._wait_for_thread()
         self._make_room()
-        self.sealed[self.open_number] = self._at[self.place] = self._newest = closed
-        self._tasks.put(partial(self._seal, closed))
+        self.sealed[closed.number] = closed
+        if self.config.codec == "raw":
+            closed.seal(None)
+        else:
+            self._tasks.put(partial(self._seal, closed))
+        self._remove_files()
+        self._done = threading.Event()
+        self._tasks.put(self._done.set)
         while len(self._free) == 0:
             self._evict(self._choose_victim())
-        self.open_number += 1
-        self.open_rows, self.place = 0, self._free.pop(0)
-        self._flags[self.place] = 0
-        self._before[self.place] = self._after[self.place] = -1
+        self._frames = self._next_buffer()
+        self._begin(closed.number + 1, self._free.pop(0))
         if self._at[closed.place] is closed:  # a random eviction may have dropped it at once
             self._before[self.place], self._after[closed.place] = closed.place, self.place
         self._order = np.array([*(kept.place for kept in self.sealed.values()), self.place])
 
+    def _wait_for_thread(self) -> None:
+        """One segment at most is on its way: RAM stays bounded, and what is decided here knows all sizes."""
+        if not self._done.is_set() and not self._waited:
+            self._waited = True
+            self._notes.append(
+                f"the loop waits for replay segment {self.open_number - 1} to be compressed or written; this is said"
+                " once: it lasts as long as the processor or the disk is behind"
+            )
+        self._done.wait()
+        self._check_thread()
+
     def _next_buffer(self) -> np.ndarray:
-        """The raw buffer to go on in: the other one, as soon as what it holds is compressed."""
+        """The raw buffer to go on in: the other one, which nothing reads any more."""
         if self.config.codec == "raw":
             return np.empty(self.shape, np.uint8)  # the segments keep theirs
-        if self._newest is not None and not self._newest.sealed.is_set():
-            self._notes.append(f"the loop waits for the compression of replay segment {self._newest.number}")
-            while not self._newest.sealed.wait(1.0):
-                self._check_thread()
-        self._check_thread()
         if len(self._buffers) == 1:
             self._buffers.append(np.empty(self.shape, np.uint8))
-        return self._buffers[1] if self._open is self._buffers[0] else self._buffers[0]
+        return self._buffers[1] if self._frames is self._buffers[0] else self._buffers[0]
 
     def _seal(self, closed: Segment) -> None:
         """In the thread: compresses; every eighth segment trains a dictionary for itself and those after it."""
-        if self.config.codec == "raw":
-            closed.seal(None)
-            return
-        if self._dictionary is None or closed.number % segments.DICTIONARY_SEGMENTS == 0:
-            assert closed._raw is not None
-            self._dictionary = segments.train(closed._raw)
-        closed.seal(self._dictionary)
-        return_freed()
+        try:
+            if self._dictionary is None or closed.number % segments.DICTIONARY_SEGMENTS == 0:
+                assert closed._raw is not None
+                self._dictionary = segments.train(closed._raw)
+            closed.seal(self._dictionary)
+        finally:
+            closed.sealed.set()  # a save that waits for it ends, whatever happened
+            return_freed()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -270,15 +312,23 @@ class Replay:
         for neighbour, link in ((before, self._after), (after, self._before)):
             if neighbour >= 0:
                 link[neighbour] = -1
-        self._before[place] = self._after[place] = -1
+        self._number[place] = self._before[place] = self._after[place] = -1
         self._order = self._order[self._order != place]
         self._free.append(place)
         self._at[place] = None
         self._evicted += 1
-        if not victim.in_memory and self.folder is not None and victim.file is not None:
-            segments.forget_file(self.folder / victim.file)
+        if victim.file is not None or victim.leaving:
+            self._gone[victim.name] = weakref.ref(victim), victim.saved
         if self._tree is not None:
             self._forget(place, int(before), int(after))
+
+    def _remove_files(self) -> None:
+        """Deletes evicted files that no checkpoint names, once no drawn batch reads them."""
+        for name, (segment, saved) in list(self._gone.items()):
+            if segment() is None:
+                del self._gone[name]
+                if not saved and self.folder is not None:
+                    self._tasks.put(partial(segments.remove_file, self.folder / name))
 
     def _check_budget(self) -> None:
         budget = self.config.ram_budget_mib
@@ -295,44 +345,65 @@ class Replay:
         """When a segment closes: spills or drops the oldest until the others fit the budget beside it.
 
         All before it are sealed by now, so their sizes are known whatever the thread does meanwhile; it counts as raw.
-        The thread spills before it seals, so the budget holds at each moment.
+        The thread spills before it seals, and the loop waits for both, so the budget holds at each moment.
         """
         if self.config.ram_budget_mib is None:
             return
         room = int(self.config.ram_budget_mib * 2**20) - self._need.fixed
-        kept = [part for part in self.sealed.values() if part.in_memory and not part.leaving]
-        total = sum(part.memory_bytes for part in kept) + sum(self._tables().values())
-        for part in kept:
-            if total <= room:
+        while self.sealed:
+            kept = [part for part in self.sealed.values() if part.in_memory and not part.leaving]
+            if sum(part.memory_bytes for part in kept) + sum(self._tables().values()) <= room:
                 return
-            total -= part.memory_bytes
-            if self.config.spill_dir is not None and part.failed_spills < 2:
-                part.leaving = True
-                self._tasks.put(partial(self._spill, part, self._metadata(part.place)))
+            if self.config.spill_dir is None or not kept:  # files have tables in RAM too
+                self._shrink(self._choose_victim())
                 continue
-            if not self._shrunk:
-                self._shrunk = True
-                self._notes.append(
-                    f"replay.ram_budget_mib {self.config.ram_budget_mib:g} holds {self.num_slots:,} of"
-                    f" {self.config.capacity:,} slots: the oldest go"
-                    + ("" if self.config.spill_dir else "; replay.spill_dir would keep them on disk")
-                )
-            self._evict(part.number)
+            kept[0].leaving = True
+            self._tasks.put(partial(self._spill, kept[0], self._metadata(kept[0].place)))
+            if self._disk_fails:  # one is tried; `_keep_budget` sees to the rest
+                return
+
+    def _keep_budget(self) -> None:
+        """While the disk refuses segments: drops the oldest in RAM, with as old ones in files, if it must be."""
+        assert self.config.ram_budget_mib is not None
+        while self.memory_bytes()["replay"] > self.config.ram_budget_mib * 2**20:
+            in_memory = [part.number for part in self.sealed.values() if part.in_memory]
+            if not in_memory:
+                return
+            oldest = next(iter(self.sealed))
+            self._shrink(in_memory[0])
+            if oldest != in_memory[0]:
+                self._shrink(oldest)
+
+    def _shrink(self, number: int) -> None:
+        """Evicts for the budget's sake; the first time, a line says so."""
+        if not self._shrunk:
+            self._shrunk = True
+            self._notes.append(
+                f"replay.ram_budget_mib {self.config.ram_budget_mib:g} holds {self.num_slots:,} of"
+                f" {self.config.capacity:,} slots: segments are dropped"
+                + ("" if self.config.spill_dir else "; replay.spill_dir would keep them on disk")
+            )
+        self._evict(number)
 
     def _spill(self, part: Segment, metadata: Metadata) -> None:
+        """In the thread: moves a segment to its file. What the disk refuses stays in RAM, to be tried again."""
         assert self.folder is not None
+        if self.sealed.get(part.number) is not part:
+            return
         try:
             part.to_file(self.folder, metadata)
             part.spill(self.folder)
         except OSError as error:
-            part.leaving, part.failed_spills = False, part.failed_spills + 1
+            part.leaving = False
             if not self._disk_fails:
                 self._notes.append(
-                    f"spilling replay segment {part.number} to {self.folder} failed: {error.strerror}; each is tried"
-                    " twice, then the oldest are dropped to keep replay.ram_budget_mib"
+                    f"spilling replay segment {part.number} to {self.folder} failed: {error.strerror}; it is tried"
+                    " again, and what replay.ram_budget_mib cannot hold meanwhile is dropped, the oldest first"
                 )
             self._disk_fails = True
         else:
+            if self._disk_fails:
+                self._notes.append(f"spilling to {self.folder} works again")
             self._disk_fails = False
 
     def _metadata(self, place: int) -> Metadata:
@@ -346,28 +417,44 @@ class Replay:
         Raises:
             ValueError: there is nothing to draw from yet.
         """
+        return self.gather(self.draw(batch_size, beta))
+
+    def draw(self, batch_size: int, beta: float = 1.0) -> Draw:
+        """The part of `sample` that belongs to the loop's thread: which transitions, and all of them but the frames.
+
+        Raises:
+            ValueError: there is nothing to draw from yet.
+        """
         draw = self._draw_uniform if self._tree is None else self._draw_prioritized
         place, row, lane, windows = draw(batch_size)
         sources = windows.sources
-        window = self._batch.get(batch_size)
-        if window is None:
-            shape = (batch_size, self.stack_size + self.n_steps, *self.shape[2:])
-            window = self._batch[batch_size] = np.empty(shape, np.uint8)
-        self._gather(windows, lane, window)
         weight = index = None
         if self._tree is not None:
-            index = (place * self.rows + row) * self.num_envs + lane
-            weight = self._tree.get(index) ** -beta  # (1 / (N·p))^β up to a factor that the maximum takes away
+            leaf = (place * self.rows + row) * self.num_envs + lane
+            index = self._number[place] * self._num_leaves + leaf
+            weight = self._tree.get(leaf) ** -beta  # (1 / (N·p))^β up to a factor that the maximum takes away
             weight = (weight / weight.max()).astype(np.float32)
-        return Transitions(
-            window,
-            self._action[place, row, lane].astype(np.int64),
-            self._reward_sums(windows, lane),
-            sources.bootstrap_steps,
-            np.where(sources.ends, 0.0, self._powers[sources.bootstrap_steps]).astype(np.float32),
-            weight,
-            index,
-        )
+        discount = np.where(sources.ends, 0.0, self._powers[sources.bootstrap_steps]).astype(np.float32)
+        action = self._action[place, row, lane].astype(np.int64)
+        rewards = self._reward_sums(windows, lane)
+        values = (action, rewards, sources.bootstrap_steps, discount, weight, index)
+        return Draw(values, sources.shown, self._runs(windows, lane))
+
+    def gather(self, draw: Draw, out: np.ndarray | None = None) -> Transitions:
+        """The part of `sample` that any thread may do: copies the frames, to `out` or to an array that is used again.
+
+        Two threads that gather at once need an `out` each.
+        """
+        if out is None:
+            count, width = draw.shown.shape
+            if count not in self._batch:
+                self._batch[count] = np.empty((count, width, *self.shape[2:]), np.uint8)
+            out = self._batch[count]
+        if not draw.shown.all():
+            out[~draw.shown] = 0
+        for b, begin, end, segment, row, lane in draw.runs:
+            segment.read(row, lane, out[b, begin:end])
+        return Transitions(out, *draw.values)
 
     def _reward_sums(self, windows: "Windows", lane: np.ndarray) -> np.ndarray:
         now = self.stack_size - 1
@@ -415,39 +502,34 @@ class Replay:
         first, terminal, truncated = ((flags & bit).astype(bool) for bit in (FIRST, TERMINAL, TRUNCATED))
         return Windows(places, rows, find_sources(live, first, terminal, truncated, self.stack_size))
 
-    def _gather(self, windows: "Windows", lane: np.ndarray, out: np.ndarray) -> None:
-        """Copies the frames that are shown; the others are black. A window has one run of rows, or two segments'."""
+    def _runs(self, windows: "Windows", lane: np.ndarray) -> list[tuple[int, int, int, Segment, int, int]]:
+        """Where the frames that are shown lie: a window has one run of rows, or two segments'."""
         shown, places, rows = windows.sources.shown, windows.places, windows.rows
-        begins = shown.argmax(axis=1).tolist()
+        begins = shown.argmax(axis=1)
         ends = (shown.shape[1] - shown[:, ::-1].argmax(axis=1)).tolist()
-        for b, (begin, end, i) in enumerate(zip(begins, ends, lane.tolist())):
-            if begin:
-                out[b, :begin] = 0
-            if end < shown.shape[1]:
-                out[b, end:] = 0
-            row = int(rows[b, begin])
+        every = np.arange(len(shown))
+        first, last = (places[every, column].tolist() for column in (begins, np.array(ends) - 1))
+        runs: list[Any] = []
+        for b, (begin, end, row, i) in enumerate(
+            zip(begins.tolist(), ends, rows[every, begins].tolist(), lane.tolist())
+        ):
             middle = min(end, begin + self.rows - row)  # where the segment ends, if the window goes on in the next
-            self._read(int(places[b, begin]), row, i, out[b, begin:middle])
+            runs.append((b, begin, middle, self._at[first[b]], row, i))
             if middle < end:
-                self._read(int(places[b, middle]), 0, i, out[b, middle:end])
-
-    def _read(self, place: int, row: int, lane: int, out: np.ndarray) -> None:
-        if place == self.place:
-            out[:] = self._open[row : row + len(out), lane]
-        else:
-            part = self._at[place]
-            assert part is not None
-            part.read(row, lane, out)
+                runs.append((b, middle, end, self._at[last[b]], 0, i))
+        return runs
 
     # -- priorities ---------------------------------------------------------------------------------------------------
 
     def update_priorities(self, index: np.ndarray, td_errors_abs: np.ndarray) -> None:
-        """Sets priorities (|δ| + 1e-6)^α; slots that are no sources any more are left out."""
+        """Sets priorities (|δ| + 1e-6)^α; slots that are no sources any more, or no finite error, are left out."""
         assert self._tree is not None
+        number, leaf = np.divmod(index, self._num_leaves)
         priority = (td_errors_abs.astype(np.float64) + PRIORITY_FLOOR) ** self.config.priority_alpha
-        alive = self._tree.get(index) > 0
-        self._tree.set(index[alive], priority[alive])
-        self.max_priority = max(self.max_priority, float(priority.max()))
+        alive = (self._number[leaf // self.segment_slots] == number) & (self._tree.get(leaf) > 0)
+        alive &= np.isfinite(priority)
+        self._tree.set(leaf[alive], priority[alive])
+        self.max_priority = float(priority[alive].max(initial=self.max_priority))
 
     def _enter_new_sources(self) -> None:
         """The row just appended is the k-th successor of some slots: they enter at the highest priority so far."""
@@ -501,7 +583,7 @@ class Replay:
         buffers = sum(buffer.nbytes for buffer in self._buffers)
         found = {
             "frames": sum(part.memory_bytes for part in self.sealed.values()),
-            "buffers": buffers if self.config.codec == "zstd" else self._open.nbytes,
+            "buffers": buffers if self.config.codec == "zstd" else self._frames.nbytes,
             "metadata": self._action.nbytes + self._flags.nbytes + self._reward.nbytes,
             **self._tables(),
             "priorities": 0 if self._tree is None else self._tree.nodes.nbytes,
@@ -511,8 +593,9 @@ class Replay:
     def _tables(self) -> dict[str, int]:
         """Bytes of what leads to the compressed frames, in files or not."""
         parts = [part for part in self.sealed.values() if part.dictionary is not None]
-        known = {id(part.dictionary): len(part.dictionary.content) for part in parts if part.dictionary}
-        return {"offsets": sum(8 * len(part._offsets) for part in parts), "dictionaries": sum(known.values())}
+        known = {id(part.dictionary) for part in parts} - {id(segments.NO_DICTIONARY)}
+        offsets = sum(8 * len(part._offsets) for part in parts)
+        return {"offsets": offsets, "dictionaries": len(known) * segments.DICTIONARY_MEMORY}
 
     def notes(self) -> list[str]:
         """Lines for the user that are new since the last call."""

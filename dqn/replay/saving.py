@@ -4,6 +4,7 @@ A manifest names the files of one checkpoint with size and CRC-32, and holds wha
 containers and tensors, so default `torch.load` takes it.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +12,24 @@ import numpy as np
 import torch
 
 from dqn.replay import segment as segments
-from dqn.replay.segment import Dictionary, Metadata, Segment
+from dqn.replay.segment import NO_DICTIONARY, Dictionary, Metadata, Segment
 
 if TYPE_CHECKING:
     from dqn.replay.log import Replay
 
 
 class Snapshot:
-    """A replay at one moment, taken on the loop's thread: 10 ms with a full segment open, to be written by another."""
+    """A replay at one moment, taken on the loop's thread, to be written by another.
+
+    Rows never change once they are appended, so it refers to the open segment too, wherever its frames go meanwhile.
+    """
 
     def __init__(self, replay: "Replay"):
-        self._folder_of_log = replay.folder
         self._parts = [(part, None if part.file else replay._metadata(part.place)) for part in replay.sealed.values()]
         rows = replay.open_rows
-        self._open_frames = replay._open[:rows].copy()
+        for part, _ in self._parts:
+            part.saved = True
+        self._open, self._open_rows = replay._at[replay.place], rows
         self._open_metadata = Metadata(*(part[:rows] for part in replay._metadata(replay.place)))
         self._row_count = replay.open_number * replay.rows + rows
         self._state: dict[str, Any] = {
@@ -58,15 +63,25 @@ class Snapshot:
         return manifest
 
     def _write_open(self, folder: Path) -> dict[str, Any] | None:
-        if len(self._open_frames) == 0:
+        if self._open_rows == 0:
             return None
-        dictionary = next((part.dictionary for part, _ in reversed(self._parts) if part.dictionary), Dictionary(b""))
-        blob, offsets = segments.compress(self._open_frames, dictionary)
+        known = (part.dictionary for part, _ in reversed(self._parts) if part.dictionary)
+        dictionary = next(known, NO_DICTIONARY)
+        blob, offsets = segments.compress(self._open_groups(), dictionary)
         name, number = f"open-{self._row_count:012d}.npy", self._state["open_number"]
-        shape, metadata = self._open_frames.shape, self._open_metadata
-        content = segments.pack(number, shape, dictionary, offsets.tolist(), metadata, blob)
+        shape = (self._open_rows, *self._state["shape"][1:])
+        content = segments.pack(number, shape, dictionary, offsets, self._open_metadata, blob)
         checksum, size = segments.write_file(folder / name, content)
         return _entry(name, checksum, size, number, self._state["open_place"])
+
+    def _open_groups(self) -> Iterator[np.ndarray]:
+        assert self._open is not None
+        _, lanes, height, width = self._open.shape
+        for lane in range(lanes):
+            for row in range(0, self._open_rows, segments.GROUP_ROWS):
+                group = np.empty((min(segments.GROUP_ROWS, self._open_rows - row), height, width), np.uint8)
+                self._open.read(row, lane, group)
+                yield group
 
 
 def _entry(name: str, checksum: int, size: int, number: int, place: int) -> dict[str, Any]:
@@ -80,17 +95,21 @@ def load(replay: "Replay", manifest: dict[str, Any], folder: Path) -> list[str]:
     notes: list[str] = []
     dictionaries: dict[bytes, Dictionary] = {}
     replay._free, replay._evicted = list(manifest["free_places"]), manifest["evicted"]
+    replay._at[replay.place] = None
+    replay._number[replay.place] = -1
     for entry in manifest["segments"]:
         loaded = _load_one(replay, entry, folder, dictionaries, notes)
         if loaded is None:
             replay._free.append(entry["place"])
             continue
         part, metadata = loaded
+        part.saved = True
         replay.sealed[part.number] = replay._at[part.place] = part
+        replay._number[part.place] = part.number
         _put(replay, part.place, metadata)
         if part.dictionary is not None:
             replay._dictionary = part.dictionary
-    replay.open_number, replay.place = manifest["open_number"], manifest["open_place"]
+    replay._begin(manifest["open_number"], manifest["open_place"])
     if manifest["open"] is not None:
         _load_open(replay, manifest, folder, dictionaries, notes)
     _link(replay)
@@ -113,10 +132,18 @@ def _load_one(
     except ValueError as error:
         notes.append(f"{error}; its slots are gone")
         return None
+    rows, *rest = part.shape
+    if rest != list(replay.shape[1:]) or part.number != entry["number"] or not _rows_fit(replay, rows, name):
+        notes.append(f"replay segment {name} holds number {part.number} of {list(part.shape)}; its slots are gone")
+        return None
     spills = replay.config.spill_dir is not None and replay.config.ram_budget_mib is not None
     if spills and name.startswith("segment-"):
         part.spill(folder)  # what fits is read from the page cache; RAM stays within the budget
     return part, metadata
+
+
+def _rows_fit(replay: "Replay", rows: int, name: str) -> bool:
+    return rows < replay.rows if name.startswith("open-") else rows == replay.rows
 
 
 def _load_open(
@@ -124,14 +151,14 @@ def _load_open(
 ) -> None:
     loaded = _load_one(replay, manifest["open"], folder, dictionaries, notes)
     if loaded is None:  # the segment begins again, under a number of its own: nothing runs across the gap
-        replay.open_number += 1
+        replay._begin(replay.open_number + 1, replay.place)
         return
     part, metadata = loaded
     rows = replay.open_rows = part.shape[0]
     for lane in range(replay.num_envs):
         frames = np.empty((rows, *replay.shape[2:]), np.uint8)
         part.read(0, lane, frames)
-        replay._open[:rows, lane] = frames
+        replay._frames[:rows, lane] = frames
     _put(replay, replay.place, metadata)
 
 
@@ -173,8 +200,9 @@ def collect(replay: "Replay", manifests: list[dict[str, Any]]) -> None:
         return
     named = {entry["file"] for manifest in manifests for entry in manifest["segments"]}
     named |= {manifest["open"]["file"] for manifest in manifests if manifest["open"] is not None}
-    named |= {f"segment-{part.number:08d}.npy" for part in replay.sealed.values()}
+    named |= {part.name for part in replay.sealed.values()}
+    named |= {name for name, (segment, _) in replay._gone.items() if segment() is not None}
     for path in folder.iterdir():
         ours = path.name.startswith(("segment-", "open-")) and path.name.endswith((".npy", ".npy.tmp"))
         if ours and path.name.removesuffix(".tmp") not in named:
-            path.unlink(missing_ok=True)
+            segments.remove_file(path)

@@ -13,6 +13,8 @@ import os
 import struct
 import threading
 import zlib
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,10 @@ DICTIONARY_SEGMENTS = 8
 """Segments that share a dictionary: training one takes a core 0.5 s."""
 SAMPLES = 256
 """Groups that a dictionary is trained on: 14 MB for a moment."""
+DICTIONARY_MEMORY = 3 * DICTIONARY_BYTES + (123 << 10)
+"""What a dictionary takes in RAM: three copies of it, zstd's tables and working state."""
+GROUP_BYTES = 40
+"""At most, what a group takes beside its pictures' bytes: its offset, and zstd's frame around noise."""
 _HEADER = struct.Struct("<8s8Q")
 _MAGIC = b"DQNSEG01"
 _MAX_OPEN_FILES = 256
@@ -38,11 +44,19 @@ class Dictionary:
         self.content = content
         self._zstd = zstandard.ZstdCompressionDict(content) if content else None
         self._decompressor = zstandard.ZstdDecompressor(dict_data=self._zstd)
-        self.decompress = self._decompressor.decompress
+        self._lock = threading.Lock()
+
+    def decompress(self, data: Any) -> bytes:
+        """A group's bytes; a decompressor that two threads use at once crashes the process."""
+        with self._lock:
+            return self._decompressor.decompress(data)
 
     def compressor(self) -> zstandard.ZstdCompressor:
         """A compressor for one thread; it writes each group's size, without which reading is several times slower."""
         return zstandard.ZstdCompressor(level=LEVEL, dict_data=self._zstd, write_content_size=True)
+
+
+NO_DICTIONARY = Dictionary(b"")
 
 
 def train(frames: np.ndarray) -> Dictionary:
@@ -50,10 +64,10 @@ def train(frames: np.ndarray) -> Dictionary:
     every = groups(frames)
     samples: list[Any] = [group.tobytes() for group in every[:: max(1, len(every) // SAMPLES)]]
     try:
-        found = zstandard.train_dictionary(DICTIONARY_BYTES, samples, level=LEVEL)
+        trained = zstandard.train_dictionary(DICTIONARY_BYTES, samples, level=LEVEL)
     except zstandard.ZstdError:
-        return Dictionary(b"")
-    return Dictionary(found.as_bytes())
+        return NO_DICTIONARY
+    return Dictionary(trained.as_bytes())
 
 
 def groups(frames: np.ndarray) -> list[np.ndarray]:
@@ -62,12 +76,13 @@ def groups(frames: np.ndarray) -> list[np.ndarray]:
     return [frames[row : row + GROUP_ROWS, lane] for lane in range(lanes) for row in range(0, rows, GROUP_ROWS)]
 
 
-def compress(frames: np.ndarray, dictionary: Dictionary) -> tuple[np.ndarray, np.ndarray]:
-    """The groups' compressed bytes one after the other, u8, and where each begins, i64[groups + 1]."""
-    compressor = dictionary.compressor()
-    parts = [compressor.compress(np.ascontiguousarray(group).data) for group in groups(frames)]
-    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-    return np.frombuffer(b"".join(parts), np.uint8), offsets
+def compress(frames: Iterable[np.ndarray], dictionary: Dictionary) -> tuple[np.ndarray, "array[int]"]:
+    """The compressed bytes of groups one after the other, u8, and where each begins, and the end."""
+    compressor, blob, offsets = dictionary.compressor(), bytearray(), array("Q", [0])
+    for group in frames:  # one growing blob: a list to be joined would be in memory twice
+        blob += compressor.compress(np.ascontiguousarray(group).data)
+        offsets.append(len(blob))
+    return np.frombuffer(blob, np.uint8), offsets
 
 
 class Metadata(NamedTuple):
@@ -90,25 +105,25 @@ class Segment:
         self._groups_per_lane = -(-shape[0] // GROUP_ROWS)
         self.sealed = threading.Event()
         self.file: str | None = None
-        self.checksum = self.file_bytes = self.failed_spills = 0
-        self.leaving = False
-        """Whether it is on its way to its file."""
-        self._lock = threading.Lock()
+        self.checksum = self.file_bytes = 0
+        self.leaving = self.saved = False
+        """Whether it is on its way to its file; whether a checkpoint names that."""
+        self._file_lock, self._raw_lock = threading.Lock(), threading.Lock()
         self._raw = raw
         self._blob: np.ndarray | None = None
         self._source: tuple[Path, int] | None = None
-        self._offsets: list[int] = []
+        self._offsets = array("Q")
         self.dictionary: Dictionary | None = None
 
     def seal(self, dictionary: Dictionary | None) -> None:
         """Compresses with a dictionary; None leaves the frames raw."""
         if dictionary is not None:
             assert self._raw is not None
+            blob, self._offsets = compress(groups(self._raw), dictionary)
+            self._blob = blob if 2 * blob.nbytes > self._raw.nbytes else blob.copy()  # without room to grow
             self.dictionary = dictionary
-            blob, offsets = compress(self._raw, dictionary)
-            self._offsets = offsets.tolist()
-            self._blob = blob
-            self._raw = None
+            with self._raw_lock:  # whoever reads the raw buffer has finished before it is written to again
+                self._raw = None
         self.sealed.set()
 
     @property
@@ -124,11 +139,15 @@ class Segment:
         return self._source is None
 
     def read(self, row: int, lane: int, out: np.ndarray) -> None:
-        """Copies a lane's frames from `row` on to out u8[K, H, W]."""
-        raw, count = self._raw, len(out)
-        if raw is not None:
-            out[:] = raw[row : row + count, lane]
-        elif self.dictionary is None:
+        """Copies a lane's frames from `row` on to out u8[K, H, W]; any thread may, at any time."""
+        count = len(out)
+        if self._raw is not None:
+            with self._raw_lock:
+                raw = self._raw
+                if raw is not None:
+                    out[:] = raw[row : row + count, lane]
+                    return
+        if self.dictionary is None:
             out[:] = self._read_raw_file(row, count, lane)
         else:
             group, inside = divmod(row, GROUP_ROWS)
@@ -173,14 +192,18 @@ class Segment:
         Raises:
             OSError: the disk does not take it; nothing else has changed.
         """
-        with self._lock:
+        with self._file_lock:
             if self.file is None:
                 frames = self._raw if self._raw is not None else self._blob
                 assert frames is not None
-                name = f"segment-{self.number:08d}.npy"
                 content = pack(self.number, self.shape, self.dictionary, self._offsets, metadata, frames)
-                self.checksum, self.file_bytes = write_file(folder / name, content)
-                self.file = name
+                self.checksum, self.file_bytes = write_file(folder / self.name, content)
+                self.file = self.name
+
+    @property
+    def name(self) -> str:
+        """The name of its file, written or not."""
+        return f"segment-{self.number:08d}.npy"
 
     def spill(self, folder: Path) -> None:
         """Reads from its file from now on, and frees the memory."""
@@ -198,7 +221,7 @@ def pack(
     number: int,
     shape: tuple[int, ...],
     dictionary: Dictionary | None,
-    offsets: list[int],
+    offsets: "array[int]",
     metadata: Metadata,
     frames: np.ndarray,
 ) -> list[Any]:
@@ -209,9 +232,13 @@ def pack(
     table = np.asarray(offsets, "<u8").tobytes()
     parts = [header, known, table, *(np.ascontiguousarray(part).tobytes() for part in metadata), frames]
     size = sum(len(part) for part in parts)
+    return [_npy_header(size), *parts]
+
+
+def _npy_header(size: int) -> bytes:
     top = io.BytesIO()
     np.lib.format.write_array_header_1_0(top, {"descr": "|u1", "fortran_order": False, "shape": (size,)})
-    return [top.getvalue(), *parts]
+    return top.getvalue()
 
 
 def write_file(path: Path, parts: list[Any]) -> tuple[int, int]:
@@ -227,6 +254,11 @@ def write_file(path: Path, parts: list[Any]) -> tuple[int, int]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)  # the new name reaches the disk too
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -247,32 +279,58 @@ def unpack(
         raise ValueError(f"replay segment {path.name}: {error.strerror}") from None
     if content.size != size or zlib.crc32(content.data) != checksum:
         raise ValueError(f"replay segment {path.name} is damaged: it differs from its checksum")
-    content = np.load(io.BytesIO(content.tobytes()), allow_pickle=False)
-    magic, number, rows, lanes, height, width, zstd, known, frame_bytes = _HEADER.unpack_from(content)
-    if magic != _MAGIC:
-        raise ValueError(f"replay segment {path.name} is of another format")
-    position = _HEADER.size
+    try:
+        return _parse(path, content, place, dictionaries, checksum)
+    except (ValueError, struct.error, zstandard.ZstdError) as error:
+        raise ValueError(f"replay segment {path.name} is of another format: {error}") from None
+
+
+def _parse(
+    path: Path, content: np.ndarray, place: int, dictionaries: dict[bytes, Dictionary], checksum: int
+) -> tuple[Segment, Metadata]:
+    """The parts of a file whose bytes are what was written; every size in it is checked before it is used."""
+    position = len(_npy_header(0))  # padded to the same length whatever the size
 
     def take(count: int, dtype: str) -> np.ndarray:
         nonlocal position
+        if count > content.size:
+            raise ValueError(f"{count} items do not fit in it")
         part = np.frombuffer(content, dtype, count, position)
         position += part.nbytes
         return part
 
-    dictionary = take(known, "u1").tobytes()
+    magic, number, *shape, zstd, known, frame_bytes = _HEADER.unpack(take(_HEADER.size, "u1").tobytes())
+    if magic != _MAGIC or zstd > 1 or not all(0 < length < 1 << 20 for length in shape):
+        raise ValueError(f"it begins with {magic!r} and the shape {shape}")
+    rows, lanes, height, width = shape
+    key = take(known, "u1").tobytes()
     num_groups = lanes * -(-rows // GROUP_ROWS)
-    offsets = take(num_groups + 1 if zstd else 0, "<u8")
-    slots = rows * lanes
-    metadata = Metadata(*(take(slots, kind).reshape(rows, lanes) for kind in ("u1", "<f4", "u1")))
-    frames = take(frame_bytes, "u1").copy()
-    shape = (rows, lanes, height, width)
-    segment = Segment(number, place, shape, None if zstd else frames.reshape(shape))
-    segment.file, segment.checksum, segment.file_bytes = path.name, checksum, size
+    offsets = array("Q", take(num_groups + 1 if zstd else 0, "<u8").tolist())
+    metadata = Metadata(*(take(rows * lanes, kind).reshape(rows, lanes) for kind in ("u1", "<f4", "u1")))
+    frames = take(frame_bytes, "u1")
+    segment = Segment(number, place, (rows, lanes, height, width), None if zstd else frames.reshape(shape))
+    segment.file, segment.checksum, segment.file_bytes = path.name, checksum, content.size
     if zstd:
-        segment.dictionary = dictionaries.setdefault(dictionary, Dictionary(dictionary))
-        segment._offsets, segment._blob = offsets.tolist(), frames
+        if key not in dictionaries:
+            dictionaries[key] = Dictionary(key) if key else NO_DICTIONARY
+        segment.dictionary = dictionaries[key]
+        segment._offsets, segment._blob = offsets, frames.copy()  # without the rest of the file
+        _check_groups(segment)
     segment.sealed.set()
     return segment, metadata
+
+
+def _check_groups(segment: Segment) -> None:
+    """Each group decompresses to its own size and nothing else: reading never asks for more memory than that."""
+    rows, _, height, width = segment.shape
+    assert segment._blob is not None
+    offsets = np.array(segment._offsets)
+    if offsets[0] != 0 or offsets[-1] != segment._blob.size or (offsets[1:] <= offsets[:-1]).any():
+        raise ValueError("its offsets do not follow each other")
+    for group in range(len(offsets) - 1):
+        here = min(GROUP_ROWS, rows - group % segment._groups_per_lane * GROUP_ROWS)
+        if zstandard.frame_content_size(segment._bytes(group)) != here * height * width:
+            raise ValueError(f"group {group} is not of {here} pictures")
 
 
 _open_files: dict[Path, int] = {}
@@ -292,6 +350,12 @@ def _read_file(path: Path, offset: int, size: int) -> bytes:
     if len(data) != size:
         raise OSError(f"{path} is shorter than it was")
     return data
+
+
+def remove_file(path: Path) -> None:
+    """Deletes a file that nothing reads any more."""
+    forget_file(path)
+    path.unlink(missing_ok=True)
 
 
 def forget_file(path: Path) -> None:
