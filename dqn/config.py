@@ -60,6 +60,7 @@ class ReplayConfig:
     priority_alpha: float = option(0.6, "exponent of the priorities", low=0, high=4)
     priority_beta_start: float = option(0.4, "exponent of the importance weights, annealed to 1", low=0, high=1)
     priority_beta_steps: int = option(10_000_000, "steps until that exponent is 1", low=1)
+    sampler_threads: int | None = option(None, "threads that copy batches ahead; null: by cores", low=0, high=64)
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ HARMLESS = (
     "evaluation.episodes",
     "evaluation.num_envs",
     "env.num_threads",
+    "replay.sampler_threads",
 )
 
 

@@ -210,10 +210,11 @@ def model_parts(config: Config) -> list[Part]:
     activations = 32 * one**2 + 64 * two**2 + 64 * three**2 + 512
     window, state = (stack + config.learner.n_steps) * side**2, 4 * stack * side**2
     part = batch // config.learner.gradient_accumulation
+    batches = max(1, config.env.num_envs // config.learner.update_period_steps)  # drawn at once
     note = f"{parameters:,} parameters: two networks, working copies, gradient, two moments"
     return [
         Part("networks and optimizer", (5 * 4 + 2 * working) * parameters, note),
-        Part("batch, activations", batch * window + part * (state + 3 * 4 * activations), f"batch of {batch}"),
+        Part("batches, activations", batches * batch * window + part * (state + 12 * activations), f"of {batch}"),
     ]
 
 

@@ -7,8 +7,6 @@ them. While the emulators play in their threads, the learner learns.
     replay     slot t holds frame_t, action_t and what action_t brought; it is appended when all of it is known
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from dqn.config import LearnerConfig
@@ -35,8 +33,9 @@ def train(run: Run) -> None:
         actions = force_fire(actions, fire_action, timestep.first | timestep.lost_life)
         envs.send(actions)  # the emulators run in threads ...
 
-        for now in updates_due(step, step + envs.num_envs, config.learner, run.refill_until_step):  # ... meanwhile
-            transitions = replay.sample(config.learner.batch_size, run.beta(now))
+        due = updates_due(step, step + envs.num_envs, config.learner, run.refill_until_step)  # ... meanwhile
+        batches = replay.samples(len(due), config.learner.batch_size, run.beta(step))
+        for now, transitions in zip(due, batches, strict=True):
             run.metrics = learner.learn(transitions)
             run.updates += 1
             if transitions.index is not None:
@@ -52,7 +51,7 @@ def train(run: Run) -> None:
         run.advance(timestep, epsilon)
 
 
-def updates_due(begin: int, end: int, learner: LearnerConfig, refill_until_step: int = 0) -> Iterator[int]:
+def updates_due(begin: int, end: int, learner: LearnerConfig, refill_until_step: int = 0) -> range:
     """The steps in `(begin, end]` at which an update is due.
 
     Update j is due at step learning_starts_steps + j · update_period_steps, however many games play at once. While a
@@ -60,7 +59,4 @@ def updates_due(begin: int, end: int, learner: LearnerConfig, refill_until_step:
     """
     period, start = learner.update_period_steps, learner.learning_starts_steps
     first = max(begin, start, refill_until_step)
-    now = start + ((first - start) // period + 1) * period
-    while now <= end:
-        yield now
-        now += period
+    return range(start + ((first - start) // period + 1) * period, end + 1, period)

@@ -71,7 +71,7 @@ def test_a_drawn_batch_is_the_same_whenever_it_is_gathered(tmp_path, codec, spil
     replay = make(tmp_path if spill else None, **config)
     fill(replay, 150)
     draws = [replay.draw(16) for _ in range(8)]
-    at_once = [replay.gather(draw).window.copy() for draw in draws]
+    at_once = [replay.gather(draw, np.empty((16, 5, *SHAPE), np.uint8)).window for draw in draws]
     for turn in range(12):
         fill(replay, 150, seed=turn)
         replay.wait()
@@ -80,6 +80,24 @@ def test_a_drawn_batch_is_the_same_whenever_it_is_gathered(tmp_path, codec, spil
             assert np.array_equal(replay.gather(draw, out).window, window)
         replay.collect([])
     replay.close()
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+@pytest.mark.parametrize("threads", [0, 3])
+def test_several_batches_at_once_are_the_batches_one_by_one(threads, prioritized):
+    """Whoever copies them; all hold until the next call, whatever is appended meanwhile."""
+    one, many = (make(sampler_threads=n, prioritized=prioritized) for n in (0, threads))
+    for replay in (one, many):
+        fill(replay, 150)
+    for turn in range(5):
+        windows = [one.sample(8, 0.5).window.copy() for _ in range(3)]
+        batches = list(many.samples(3, 8, 0.5))
+        for replay in (one, many):
+            fill(replay, 20, seed=turn)
+        assert all(np.array_equal(batch.window, window) for batch, window in zip(batches, windows, strict=True))
+        assert not num_torn(np.concatenate(windows)) and len({window.tobytes() for window in windows}) == 3
+    one.close()
+    many.close()
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])

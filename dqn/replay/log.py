@@ -16,14 +16,15 @@ again. Capacity drops whole segments; so does a RAM budget, or it moves them to 
     terminal    no       yes      -        no                no
     source      yes      yes      never    yes               yes
 
-What `sample` returns depends on the rows appended and on the generators alone: indices are drawn where `sample` is
-called, and how far sealing or spilling is makes no difference to what is read.
+What `samples` returns depends on the rows appended and on the generators alone: indices are drawn where it is called,
+and how far sealing, spilling or copying ahead is makes no difference to what is read.
 """
 
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dqn.config import ReplayConfig, UsageError
-from dqn.memory import return_freed
+from dqn.memory import cores, return_freed
 from dqn.replay import segment as segments
 from dqn.replay.priorities import SumTree
 from dqn.replay.segment import GROUP_ROWS, Dictionary, Metadata, Segment
@@ -191,7 +192,9 @@ class Replay:
         self._thread.start()
         self._columns = np.arange(1 - stack_size, n_steps + 1)
         self._powers = gamma ** np.arange(n_steps + 1)
-        self._batch: dict[int, np.ndarray] = {}
+        self._batches: list[np.ndarray] = []
+        threads = min(4, cores() // 4) if config.sampler_threads is None else config.sampler_threads
+        self._samplers = ThreadPoolExecutor(threads, "sampler") if threads else None
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -412,12 +415,30 @@ class Replay:
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     def sample(self, batch_size: int, beta: float = 1.0) -> Transitions:
-        """Draws transitions: uniformly, or in proportion to priority with importance weights to the power β.
+        """Draws a batch: uniformly, or in proportion to priority with importance weights to the power β.
 
         Raises:
             ValueError: there is nothing to draw from yet.
         """
-        return self.gather(self.draw(batch_size, beta))
+        [batch] = self.samples(1, batch_size, beta)
+        return batch
+
+    def samples(self, count: int, batch_size: int, beta: float = 1.0) -> Iterable[Transitions]:
+        """Draws `count` batches, which hold until the next call.
+
+        All are drawn now, in order. Their frames are copied ahead by the sampler threads; where there are none, they
+        are copied now, while the emulators play: on two cores that is faster than between the updates.
+
+        Raises:
+            ValueError: there is nothing to draw from yet.
+        """
+        draws = [self.draw(batch_size, beta) for _ in range(count)]
+        shape = (batch_size, len(self._columns), *self.shape[2:])
+        if count and (len(self._batches) < count or self._batches[0].shape != shape):
+            self._batches = [np.empty(shape, np.uint8) for _ in range(count)]
+        if self._samplers is None:
+            return [self.gather(draw, out) for draw, out in zip(draws, self._batches, strict=False)]
+        return self._samplers.map(self.gather, draws, self._batches)
 
     def draw(self, batch_size: int, beta: float = 1.0) -> Draw:
         """The part of `sample` that belongs to the loop's thread: which transitions, and all of them but the frames.
@@ -440,16 +461,8 @@ class Replay:
         values = (action, rewards, sources.bootstrap_steps, discount, weight, index)
         return Draw(values, sources.shown, self._runs(windows, lane))
 
-    def gather(self, draw: Draw, out: np.ndarray | None = None) -> Transitions:
-        """The part of `sample` that any thread may do: copies the frames, to `out` or to an array that is used again.
-
-        Two threads that gather at once need an `out` each.
-        """
-        if out is None:
-            count, width = draw.shown.shape
-            if count not in self._batch:
-                self._batch[count] = np.empty((count, width, *self.shape[2:]), np.uint8)
-            out = self._batch[count]
+    def gather(self, draw: Draw, out: np.ndarray) -> Transitions:
+        """The part of `sample` that any thread may do: copies the frames to `out`, u8[B, S + n, H, W]."""
         if not draw.shown.all():
             out[~draw.shown] = 0
         for b, begin, end, segment, row, lane in draw.runs:
@@ -610,7 +623,9 @@ class Replay:
         self._check_thread()
 
     def close(self) -> None:
-        """Ends the thread and closes the files."""
+        """Ends the threads and closes the files."""
+        if self._samplers is not None:
+            self._samplers.shutdown()
         self._tasks.put(None)
         self._thread.join()
         for part in self.sealed.values():
