@@ -91,13 +91,13 @@ def peer_python() -> Path:
 def speed_table(steps: int, rounds: int, peers: bool) -> str:
     """Whole trainings, alternating."""
     kinds: dict[str, Any] = {
-        "this, breakout.yaml": lambda: train_ours(steps),
-        "this, fp32": lambda: train_ours(steps, **{"learner.precision": "fp32"}),
         "this, raw replay": lambda: train_ours(steps, **{"replay.codec": "raw"}),
+        "this, breakout.yaml": lambda: train_ours(steps),
     }
     if peers:
         python = peer_python()
-        kinds["Stable-Baselines3"] = lambda: train_sb3(steps, python)
+        kinds["Stable-Baselines3"] = lambda: train_sb3(steps, python)  # next to those that it is compared with
+    kinds["this, fp32"] = lambda: train_ours(steps, **{"learner.precision": "fp32"})
     found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for _ in range(rounds):
         for name, train in kinds.items():
