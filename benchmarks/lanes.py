@@ -1,7 +1,7 @@
 """Steps per second by lanes and by threads, after learning began: `python -m benchmarks.lanes`.
 
-Whole trainings with the defaults of `breakout.yaml`, one after the other, several times over, so that a machine that slows
-down slows all of them.
+Whole trainings with the defaults of `breakout.yaml`, one after the other, several times over, so that a machine
+that slows down slows all of them.
 """
 
 import argparse
