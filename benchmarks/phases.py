@@ -1,7 +1,8 @@
 """Where each millisecond of a step goes: `python -m benchmarks.phases`.
 
 Trains Breakout with the defaults of `breakout.yaml` and a small replay, through the real loop, with a clock around each
-thing that the loop calls. Printed are milliseconds per update (per four steps), after learning has begun.
+thing that the loop calls. Printed are milliseconds per update (per four steps), after learning has begun. With
+`--plain` the same loop learns by the plain update of `benchmarks.learn`.
 """
 
 import argparse
@@ -10,7 +11,9 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from benchmarks.learn import plain
 from dqn import config, run, train
+from dqn.learner import LearnMetrics
 
 CONFIG = "configs/breakout.yaml"
 SMALL: dict[str, Any] = {
@@ -34,8 +37,8 @@ PHASES = {
 }
 
 
-def timed_loop(skip_updates: int) -> tuple[Any, dict[str, float]]:
-    """The loop with clocks, and the milliseconds per update that it leaves behind."""
+def timed_loop(skip_updates: int, update: Any = None) -> tuple[Any, dict[str, float]]:
+    """The loop with clocks, perhaps with another update, and the milliseconds per update that it leaves behind."""
     seconds: dict[str, float] = defaultdict(float)
     result: dict[str, float] = {}
 
@@ -62,6 +65,8 @@ def timed_loop(skip_updates: int) -> tuple[Any, dict[str, float]]:
             return goes_on()
 
         run.goes_on = skip
+        if update is not None:
+            run.learner.learn = lambda transitions: LearnMetrics(*[update(transitions)] * 5)
         for phase, (part, name) in PHASES.items():
             clock(run if part is None else getattr(run, part), name, phase)
         train.train(run)
@@ -78,10 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--precision", default="auto")
+    parser.add_argument("--plain", action="store_true", help="learn by the plain update")
     options = parser.parse_args()
     chosen = {"budget.max_steps": options.steps, "learner.precision": options.precision}
     values = config.read_yaml(CONFIG) | SMALL | chosen
-    loop, result = timed_loop(skip_updates=500)
+    update = plain("fp32" if options.precision == "fp32" else "bf16") if options.plain else None
+    loop, result = timed_loop(500, update)
     with tempfile.TemporaryDirectory() as folder:
         run.start(config.from_flat(values), f"{folder}/run", loop)
     speed = result.pop("steps/s")
