@@ -118,7 +118,7 @@ def bench(options: argparse.Namespace) -> int:
     """Prints the tables; `--out` keeps them and draws the picture of RAM over steps."""
     speeds = speed_table(options.steps, 3, options.peers)
     print(speeds, flush=True)
-    games = games_table(20_000)
+    games = games_table(20_000, sb3_python=peer_python() if options.peers else None)
     print(games, flush=True)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)

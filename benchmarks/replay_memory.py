@@ -5,14 +5,21 @@ played at random. Bytes count frames, metadata, offsets and dictionaries; the tw
 """
 
 import argparse
+import json
 import os
+import random
 import statistics
+import subprocess
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from ale_py import ALEInterface
 
-from dqn.atari import VectorEnvs
+from dqn.atari import VectorEnvs, rom_path
 from dqn.config import EnvConfig, ReplayConfig
 from dqn.memory import rss_reader
 from dqn.policy import force_fire
@@ -20,8 +27,9 @@ from dqn.replay import Replay
 
 GAMES = ("breakout", "pong", "qbert", "seaquest", "ms_pacman", "space_invaders", "enduro", "battle_zone")
 FORUM_BYTES = 34_270
-"""A transition of the forum's script, whose small view pins the whole frame."""
+"""A transition of the forum's script, whose small view pins the whole frame; `forum_deque` measures it."""
 SB3_BYTES = {"Stable-Baselines3": 2 * 4 * 84 * 84, "Stable-Baselines3, optimize_memory_usage": 4 * 84 * 84}
+"""Pictures of a transition in Stable-Baselines3's buffer; `benchmarks/peer_sb3.py --buffer` measures it."""
 LANES, SAMPLES = 8, 1_000
 
 
@@ -73,12 +81,12 @@ def make_replay(capacity: int, codec: str, prioritized: bool = False) -> Replay:
     )
 
 
-def sample_ms(replay: Replay) -> tuple[float, float]:
+def sample_ms(sample: Callable[[int], object]) -> tuple[float, float]:
     """Median and 99th percentile of a sample of 32, in ms."""
     times = []
     for _ in range(SAMPLES):
         begin = time.perf_counter()
-        replay.sample(32)
+        sample(32)
         times.append(time.perf_counter() - begin)
     return statistics.median(times) * 1e3, float(np.percentile(times, 99)) * 1e3
 
@@ -91,7 +99,40 @@ def bytes_per_slot(replay: Replay) -> float:
     return (parts["replay"] - parts["buffers"] - parts["priorities"] - parts["metadata"]) / sealed + 6
 
 
-def games_table(slots: int, games: tuple[str, ...] = GAMES) -> str:
+def forum_deque(slots: int) -> tuple[float, float, float]:
+    """The forum's script's replay at random play: growth of RSS per transition, ms of drawing 32 (median, p99)."""
+    ale = ALEInterface()
+    ale.loadROM(rom_path("breakout"))
+    memory: deque[list[Any]] = deque(maxlen=slots)
+    actions, rng, rss = ale.getMinimalActionSet(), random.Random(1), rss_reader()
+    before, state = rss(), ale.getScreenGrayscale()[::2, ::2]
+    for _ in range(slots):
+        action = rng.randrange(len(actions))
+        reward = sum(ale.act(actions[action]) for _ in range(4))
+        following, ended = ale.getScreenGrayscale()[::2, ::2], ale.game_over()
+        memory.append([state, action, reward, following, ended])
+        state = following
+        if ended:
+            ale.reset_game()
+    return (rss() - before) / slots, *sample_ms(lambda size: rng.sample(memory, size))
+
+
+def peer_rows(slots: int, sb3_python: Path | None) -> list[str]:
+    """What others keep: measured where they are at hand, else by arithmetic."""
+    measured = {"the forum's deque": forum_deque(slots)}
+    if sb3_python is not None:
+        script = str(Path(__file__).with_name("peer_sb3.py"))
+        command = [str(sb3_python), script, "--buffer", "--capacity", str(slots)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for name, found in zip(SB3_BYTES, json.loads(output.splitlines()[-1])):
+            measured[name] = (found["bytes"], found["median_ms"], found["p99_ms"])
+    rows = [f"| breakout | {name} | {b:,.0f} | {ms:.3f} (p99 {p99:.3f}) |" for name, (b, ms, p99) in measured.items()]
+    return rows + [
+        f"| any | {name} (arithmetic) | {size:,} | |" for name, size in SB3_BYTES.items() if name not in measured
+    ]
+
+
+def games_table(slots: int, games: tuple[str, ...] = GAMES, sb3_python: Path | None = None) -> str:
     """Bytes and sample times per game and codec, beside what others keep."""
     lines = [f"| game, {slots:,} slots | codec | B per transition | sample of 32, ms |", "| --- | --- | --- | --- |"]
     for game in games:
@@ -99,12 +140,10 @@ def games_table(slots: int, games: tuple[str, ...] = GAMES) -> str:
             replay = make_replay(slots, codec)
             Player(game).play(replay, slots)
             size = bytes_per_slot(replay)
-            median, worst = sample_ms(replay)
+            median, worst = sample_ms(replay.sample)
             lines.append(f"| {game} | {codec} | {size:,.1f} | {median:.3f} (p99 {worst:.3f}) |")
             replay.close()
-    lines += [f"| any | {name} (arithmetic) | {size:,} | |" for name, size in SB3_BYTES.items()]
-    lines.append(f"| any | the forum's deque | {FORUM_BYTES:,} | |")
-    return "\n".join(lines)
+    return "\n".join(lines + peer_rows(slots, sb3_python))
 
 
 def fill(game: str, slots: int, codec: str) -> None:
@@ -113,7 +152,7 @@ def fill(game: str, slots: int, codec: str) -> None:
     player = Player(game)
     warm = make_replay(10_000, codec)
     player.play(warm, 16_000)
-    small = sample_ms(warm)
+    small = sample_ms(warm.sample)
     warm.close()
     del warm
     before = rss()
@@ -129,7 +168,7 @@ def fill(game: str, slots: int, codec: str) -> None:
     player.play(replay, slots + replay.segment_slots)
     seconds = time.perf_counter() - begin
     replay.wait()
-    large, grown = sample_ms(replay), (rss() - before) / 2**20
+    large, grown = sample_ms(replay.sample), (rss() - before) / 2**20
     print(f"{game}: {replay.num_slots:,} slots in {seconds:.0f} s, {bytes_per_slot(replay):.1f} B per transition")
     print(
         f"  RSS growth {grown:.0f} MiB; parts { ({k: round(v / 2**20, 1) for k, v in replay.memory_bytes().items()}) }"
