@@ -20,6 +20,7 @@ from benchmarks.replay_memory import games_table, ram_picture
 
 ROOT = Path(__file__).parent.parent
 CAPACITY, LEARNING_STARTS = 20_000, 2_000
+LEAST_STEPS = LEARNING_STARTS + 3_000
 PEER_PACKAGES = (
     "torch==2.13.0",
     "stable-baselines3==2.9.2",

@@ -1,6 +1,9 @@
 """The command line: `python -m dqn {train,eval,plan,report,bench}`."""
 
 import argparse
+import dataclasses
+import io
+import os
 import sys
 import types
 import typing
@@ -44,7 +47,7 @@ def build_parser() -> Parser:
     evaluate.add_argument("--episodes", type=int, help="games; default: as the run's config")
     evaluate.add_argument("--epsilon", type=float, help="chance of a random action; default: as the protocol")
     evaluate.add_argument("--max-frames", type=int, help="cap on a game's frames; default: as the protocol")
-    evaluate.add_argument("--protocol", default="nature", help="nature, machado or greedy")
+    evaluate.add_argument("--protocol", default="nature", help="nature, machado, greedy, or config: the run's own")
     evaluate.add_argument("--seed", type=int, help="seed of the games; default: the run's")
     evaluate.add_argument("--video", metavar="F.mp4", type=Path, help="film the first game")
 
@@ -103,7 +106,8 @@ def config_of(options: argparse.Namespace) -> config.Config:
 
 
 def _value(name: str, text: str) -> Any:
-    if config.LEAVES[name].type is str:
+    kind = config.LEAVES[name].type
+    if kind is str or (str in typing.get_args(kind) and text not in ("", "null", "~")):
         return text
     try:
         return yaml.safe_load(text)
@@ -113,9 +117,13 @@ def _value(name: str, text: str) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console without ε or ± shows ? for it
+        sys.stdout.reconfigure(errors="replace")
+    command = ""
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
-        return _commands()[options.command](options)
+        command = options.command
+        return _commands()[command](options)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return budget.USAGE
@@ -123,6 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return budget.INTERRUPTED_TWICE
     except BrokenPipeError:
         return budget.FAILED
+    except OSError as error:
+        if command not in ("eval", "report"):
+            raise
+        print(f"error: {error.filename or command}: {error.strerror or error}", file=sys.stderr)
+        return budget.USAGE
 
 
 def _commands() -> dict[str, Any]:
@@ -138,9 +151,14 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from dqn.atari import resolve_game
     from dqn.plan import plan
 
-    result = plan(config_of(options), steps_per_s=options.steps_per_s)
+    if options.steps_per_s is not None and not 0 < options.steps_per_s < float("inf"):
+        raise UsageError(f"--steps-per-s is {options.steps_per_s:g}; it must be above 0")
+    chosen = config_of(options)
+    chosen = dataclasses.replace(chosen, env=dataclasses.replace(chosen.env, game=resolve_game(chosen.env.game)))
+    result = plan(chosen, steps_per_s=options.steps_per_s)
     print(result.table())
     return budget.FINISHED if result.fits else budget.DOES_NOT_FIT
 
@@ -153,6 +171,7 @@ def _eval(options: argparse.Namespace) -> int:
 
     from dqn import evaluate as evaluation
     from dqn.atari import PythonEnvs
+    from dqn.csvlog import replace_text
     from dqn.learner import load_policy
     from dqn.runlog import existing_run
     from dqn.video import Video
@@ -172,7 +191,11 @@ def _eval(options: argparse.Namespace) -> int:
             values[f"evaluation.{name}"] = getattr(options, name)
     if options.seed is not None:
         values["seed"] = options.seed
+    values["env.noop_min_frames"] = min(values["env.noop_min_frames"], values["env.noop_max_frames"])
     chosen = config.from_flat(values)
+    target = path.parent / "eval.json"
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{target} cannot be written; copy the weights to a folder of your own")
     with torch.inference_mode(), contextlib.ExitStack() as stack:
         film = None
         if options.video is not None:
@@ -187,9 +210,8 @@ def _eval(options: argparse.Namespace) -> int:
             film=film,
         )
     print(result.table())
-    target = path.parent / "eval.json"
-    target.write_text(result.to_json(), encoding="utf-8")
-    print(f"written: {target}" + (f", {options.video}" if options.video else ""))
+    replace_text(target, result.to_json())
+    print(f"written: {target}" + (f", {options.video}" if film is not None and film.problem is None else ""))
     return budget.FINISHED
 
 
@@ -218,8 +240,10 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from benchmarks.bench import bench
+    from benchmarks.bench import LEAST_STEPS, bench
 
+    if options.steps < LEAST_STEPS:
+        raise UsageError(f"--steps is {options.steps}; a timed training takes at least {LEAST_STEPS}")
     return bench(options)
 
 

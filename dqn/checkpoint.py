@@ -8,6 +8,7 @@ file cannot run code. A file gets its name after it is on the disk, so a kill at
 
 import hashlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -69,7 +70,8 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
         _to_disk(path.parent)
     except RuntimeError as error:  # PyTorch's zip writer wraps the system's error
         temporary.unlink(missing_ok=True)
-        raise OSError(f"writing {path.name}: {str(error).splitlines()[0]}") from error
+        free = shutil.disk_usage(path.parent).free / 2**20
+        raise OSError(f"writing {path.name}, {free:,.0f} MiB free: {str(error).splitlines()[0]}") from error
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -119,6 +121,19 @@ def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         except ValueError as error:
             notes.append(str(error))
     return None, notes
+
+
+def tidy(folder: Path, step: int) -> None:
+    """Clears away what killed saves left, and renames the generations after `step`, which did not verify.
+
+    Renamed, they take no good generation's place when the next save keeps the two newest.
+    """
+    for path in folder.iterdir():
+        if path.suffix == ".tmp" or (path.suffix == ".pt" and path.stem.isdigit()):
+            path.unlink()
+    for generation in generations(folder):
+        if generation.step > step:
+            generation.path.rename(generation.path.with_suffix(".damaged"))
 
 
 def load(path: Path) -> dict[str, Any]:

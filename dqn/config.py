@@ -240,7 +240,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     for key, value in content.items():
         if isinstance(value, dict):
             values.update({f"{key}.{inner}": item for inner, item in value.items()})
-        else:
+        elif value is not None or key in LEAVES:  # an empty section says nothing
             values[str(key)] = value
     for name in values:
         _known(name)
@@ -328,6 +328,12 @@ def _check_together(config: Config) -> None:
             f"replay.capacity is {replay.capacity}; it must hold a batch and a window in each lane: at least"
             f" {smallest} (learner.batch_size {learner.batch_size}, window {window},"
             f" env.num_envs {env.num_envs})"
+        )
+    first = (learner.n_steps + 1) * env.num_envs
+    if learner.learning_starts_steps < first:
+        raise UsageError(
+            f"learner.learning_starts_steps is {learner.learning_starts_steps}; nothing can be sampled before step"
+            f" {first}, (learner.n_steps + 1) · env.num_envs"
         )
     if learner.batch_size % learner.gradient_accumulation:
         raise UsageError(

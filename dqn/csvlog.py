@@ -9,6 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a text file that is whole, or as it was."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def cut_csv(path: Path, header: str, step: int) -> list[str]:
     """Cuts a file back to its rows up to `step`, whole and in order; returns them without the header.
 
@@ -25,9 +32,7 @@ def cut_csv(path: Path, header: str, step: int) -> list[str]:
         rows = []
     kept = "\n".join([header, *rows]) + "\n"
     if kept != text:
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(kept, encoding="utf-8")
-        os.replace(temporary, path)
+        replace_text(path, kept)
     return rows
 
 

@@ -11,9 +11,9 @@ from dqn.config import Config
 class Pace:
     """Where the time goes: the phase, the speed, the time to the end."""
 
-    def __init__(self, chosen: Config, start_step: int, learning_steps_per_s: float | None, clock: Callable[[], float]):
+    def __init__(self, chosen: Config, start_step: int, clock: Callable[[], float]):
         self._starts, self._max_steps = chosen.learner.learning_starts_steps, chosen.budget.max_steps
-        self._guess, self._clock = learning_steps_per_s, clock
+        self._clock = clock
         self.step, self.phase = start_step, "fill" if start_step < self._starts else "learn"
         self.active_s = 0.0
         """Seconds of filling and learning, evaluating and saving left out."""
@@ -53,17 +53,15 @@ class Pace:
         speed, left = self.speed, self._max_steps - self.step
         if speed <= 0:
             return None
-        filling = min(left, max(0, self._starts - self.step)) if self.phase == "fill" else 0
-        later = self._guess if filling and self._guess else speed
         others = (self._since - self._began) / self.active_s if self.active_s > 60 else 1.0
-        return (filling / speed + (left - filling) / later) * others
+        return left / speed * others
 
     def text_to_end(self) -> str:
         """The time to the end in words."""
         left = self.seconds_to_end()
         if left is None:
             return "time to the end unknown"
-        return f"end in {'more than ' if self.phase == 'fill' and self._guess is None else ''}{duration(left)}"
+        return f"end in {'more than ' if self.phase == 'fill' else ''}{duration(left)}"
 
 
 def duration(seconds: float) -> str:

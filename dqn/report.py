@@ -8,9 +8,11 @@ Everything is read from the run's files (`config.yaml`, `episodes.csv`, `memory.
 run in progress can be reported, and one that has only begun: what is absent is left out, and the text says so.
 """
 
+import contextlib
 import csv
 import itertools
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,21 +127,32 @@ def _read_run(folder: Path) -> Run:
         raise UsageError(f"'{folder}' is not a run: it holds no config.yaml") from None
     config = {name: default_of(name) for name in LEAVES}
     notes = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
-    for key, part in (yaml.safe_load(text) or {}).items():
+    try:
+        sections = dict(yaml.safe_load(text) or {})
+    except (yaml.YAMLError, TypeError, ValueError):
+        raise UsageError(f"'{folder / 'config.yaml'}' is damaged: it is no YAML of sections") from None
+    for key, part in sections.items():
         named = {f"{key}.{inner}": value for inner, value in part.items()} if isinstance(part, dict) else {key: part}
         config |= {name: value for name, value in named.items() if name in LEAVES}
         notes += [f"{name}: {value}" for name, value in named.items() if name not in LEAVES]
     final = folder / "eval.json"
-    results = json.loads(final.read_text(encoding="utf-8")) if final.is_file() else {}
-    episodes, memory = (_read_columns(folder / name) for name in ("episodes.csv", "memory.csv"))
+    results: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # none yet, or not whole
+        results = json.loads(final.read_text(encoding="utf-8"))
+    episodes, memory = (_read_columns(folder / name, numbers=True) for name in ("episodes.csv", "memory.csv"))
     return Run(folder.resolve().name, config, notes, episodes, memory, _read_evaluations(folder), results)
 
 
-def _read_columns(path: Path) -> Columns:
-    """The columns of a CSV file, numbers where they can be; empty if it has no row. `#` lines are passed over."""
+def _read_columns(path: Path, *, numbers: bool = False) -> Columns:
+    """The columns of a CSV file, numbers where they can be; empty if it has no row. `#` lines are passed over.
+
+    With `numbers`, rows that hold anything else are too: a disk that was full may have torn one in the middle.
+    """
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     lines = [line for line in text.splitlines(keepends=True) if not line.startswith("#")]
     rows = list(csv.reader(line for line in lines if line.endswith("\n")))  # the last line may be half written
+    if numbers:
+        rows = rows[:1] + [row for row in rows[1:] if len(row) == len(rows[0]) and all(map(_is_number, row))]
     columns: Columns = {}
     for name, *cells in zip(*rows):
         try:
@@ -147,6 +160,13 @@ def _read_columns(path: Path) -> Columns:
         except ValueError:
             columns[name] = np.array(cells)
     return columns if len(rows) > 1 else {}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _read_evaluations(folder: Path) -> np.ndarray:

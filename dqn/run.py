@@ -6,6 +6,7 @@ the start, resuming, logging, evaluating, saving, and leaving in good order.
 
 import contextlib
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from dqn import checkpoint, config
 from dqn.atari import TimeStep, make_envs, resolve_game
 from dqn.budget import Budget, StopEarly
 from dqn.config import Config, UsageError
+from dqn.csvlog import replace_text
 from dqn.evaluate import EvalResult, evaluate
 from dqn.learner import Learner, LearnMetrics, NonFiniteLoss, resolve
 from dqn.memory import GIB, MIB, MemoryLog, limits
@@ -27,6 +29,8 @@ from dqn.preprocessing import FrameStack
 from dqn.replay import Replay
 from dqn.runlog import RunFolder, RunLog
 
+OWNER = "owner"
+"""A file in a spill folder: the path of the run whose segments lie there. A run that was moved takes its own over."""
 RETRY_SAVE_S = 60.0
 """Seconds from a save that failed to the next try."""
 NATURE = Path(__file__).parent.parent / "configs" / "nature.yaml"
@@ -38,16 +42,24 @@ def start(wanted: Config, name: str, loop: Callable[["Run"], None], *, fresh: bo
     Raises:
         UsageError: the config, the folder or the device cannot be used; nothing was written.
     """
-    wanted = dataclasses.replace(wanted, env=dataclasses.replace(wanted.env, game=resolve_game(wanted.env.game)))
+    spill_dir = wanted.replay.spill_dir
+    wanted = dataclasses.replace(
+        wanted,
+        env=dataclasses.replace(wanted.env, game=resolve_game(wanted.env.game)),
+        replay=dataclasses.replace(wanted.replay, spill_dir=spill_dir and str(Path(spill_dir).resolve())),
+    )
     resolve(wanted.learner)  # a device that is not there is refused before anything is written
     forecast = plan(wanted)
     if not forecast.fits:
         print(forecast.table())
         if wanted.memory.on_excess == "refuse":
             return exits.DOES_NOT_FIT
+        if forecast.problem:
+            raise UsageError(forecast.problem)
     with RunFolder(name, fresh=fresh) as folder:
         changed = differences(wanted, folder)
         claim_spill_folder(wanted, folder)
+        folder.clear()
         run = Run(wanted, folder)
         try:
             run.introduce(changed)
@@ -63,18 +75,32 @@ def replay_folder(wanted: Config, folder: RunFolder) -> Path:
 
 
 def claim_spill_folder(wanted: Config, folder: RunFolder) -> None:
-    """Sees to it that no other run's files are there; `--fresh` deletes them.
+    """Sees to it that the spill folder is this run's alone and takes files; what a former run left there is deleted.
 
     Raises:
-        UsageError: there are some, and this run has no checkpoint that could name them.
+        UsageError: the segments there are another run's, or the folder cannot be written to.
     """
-    files = sorted(replay_folder(wanted, folder).glob("*.npy*"))
-    if not files or folder.has_checkpoint:
+    spill, mine = replay_folder(wanted, folder), str(folder.path.resolve())
+    if wanted.replay.spill_dir is not None:
+        try:
+            spill.mkdir(parents=True, exist_ok=True)
+            owner = (spill / OWNER).read_text(encoding="utf-8") if (spill / OWNER).exists() else ""
+            if owner != mine and (Path(owner).is_dir() if owner else any(spill.iterdir())):
+                whose = f"the replay of {owner}" if owner else "files of no known run"
+                raise UsageError(f"{spill} holds {whose}; take another replay.spill_dir, or another name in --run")
+            (spill / OWNER).write_text(mine, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"replay.spill_dir: {spill} cannot be used: {error.strerror}") from None
+    if folder.has_checkpoint:
         return
-    if wanted.replay.spill_dir is not None and not folder.fresh:
-        raise UsageError(f"{files[0].parent} holds another run's replay; take another replay.spill_dir, or --fresh")
-    for file in files:
-        file.unlink()
+    with contextlib.suppress(UsageError, OSError):  # a run that `--fresh` ends may have spilled elsewhere
+        before = folder.read_config()["replay.spill_dir"]
+        former = Path(before or folder.path) / folder.path.resolve().name
+        if former != spill and (former / OWNER).read_text(encoding="utf-8") == mine:
+            shutil.rmtree(former)
+    if wanted.replay.spill_dir is not None:
+        for file in spill.glob("*.npy*"):
+            file.unlink()
 
 
 def differences(wanted: Config, folder: RunFolder) -> dict[str, tuple[Any, Any]]:
@@ -119,22 +145,26 @@ class Run:
         if notes and not state:
             raise UsageError(f"{folder.path}: no checkpoint is whole ({notes[0]}); --fresh begins anew")
         self.step = self.saved_step = state["step"] if state else 0
+        checkpoint.tidy(self._checkpoints, self.step)
         self._assemble(state)
         self._open_logs(state["wall_s"] if state else 0.0)
         for note in notes:
-            self.log.say(f"warning: {note}; the checkpoint before it is used")
+            self.log.say(f"warning: {note}; the checkpoint before it is used, and the file is renamed to .damaged")
         manifests = self._continue(state) if state else self._begin()
         self._saver = checkpoint.Saver(self._checkpoints, self._replay_folder, manifests)
         self._saved_at, self._save_after = time.monotonic(), 0.0
         folder.write_config(config)
         if not state:
             self.save(wait=True)  # so that whatever happens next, the same command goes on
-        folder.has_begun()
+        if checkpoint.generations(self._checkpoints):
+            folder.has_begun()
 
     def _assemble(self, state: dict[str, Any] | None) -> None:
         config = self.config
         seeds = np.random.SeedSequence(config.seed).spawn(4)
         self.policy_rng = np.random.default_rng(seeds[0])
+        if state:  # games that begin after a resume are others than those of the start
+            seeds[1] = np.random.SeedSequence(config.seed, spawn_key=(1, self.step))
         self.envs = make_envs(config.env, seeds[1])
         self.frames = FrameStack(self.envs.num_envs, config.env.stack_size, self.envs.frame_shape)
         self.replay = Replay(
@@ -147,7 +177,8 @@ class Run:
             rng=np.random.default_rng(seeds[2]),
             folder=self._replay_folder,
         )
-        self._resolved = resolve(config.learner, state["resolved"] if state else None)
+        self._decided = state["resolved"] if state else None
+        self._resolved = resolve(config.learner, self._decided)
         generator = torch.Generator().manual_seed(int(seeds[3].generate_state(1)[0]))
         self.learner = Learner(config, self.envs.num_actions, generator, self._resolved)
 
@@ -187,6 +218,11 @@ class Run:
         )
         for name, (new, old) in changed.items():
             self.log.say(f"{name} is now {new}, was {old}")
+        here = resolve(self.config.learner)._asdict()
+        for name, before in (self._decided or here).items():
+            kept = getattr(self._resolved, name)
+            if here[name] != before or kept != before:
+                self.log.say(f"{name} was {before} before, this machine alone would take {here[name]}: it is {kept}")
 
     def _begin(self) -> list[dict[str, Any]]:
         self.timestep = self.envs.reset()
@@ -220,24 +256,35 @@ class Run:
 
     def _refill(self, num_slots_saved: int) -> None:
         """After a loss, lets the current policy fill the replay to what learning needs, before updates go on."""
-        missing = min(self.config.learner.learning_starts_steps, num_slots_saved) - self.replay.num_slots
-        if missing > 0 and self.step > self.config.learner.learning_starts_steps:
-            self.refill_until_step = self.step + missing
+        lost, starts = num_slots_saved - self.replay.num_slots, self.config.learner.learning_starts_steps
+        needed = min(starts, num_slots_saved + max(0, starts - self.step))
+        until = self.step + needed - self.replay.num_slots
+        if lost > 0 and until > max(self.step, starts):
+            self.refill_until_step = until
             self.log.say(
-                f"warning: {num_slots_saved - self.replay.num_slots:,} of {num_slots_saved:,} replay slots are lost:"
-                f" the current policy fills it until step {self.refill_until_step:,}, then updates go on"
+                f"warning: {lost:,} of {num_slots_saved:,} replay slots are lost: the current policy fills it until"
+                f" step {until:,}, then updates go on"
             )
 
     def supervise(self, loop: Callable[["Run"], None]) -> int:
         """Runs the loop to its end, whatever that is; returns the exit code."""
-        if self.budget.finished(self.step, self.log.num_games) and self.saved_step == self.step > 0:
+        finished = self.budget.finished(self.step, self.log.num_games)
+        if finished and self.saved_step == self.step > 0 and self._has_final_evaluation:
             self.log.say(f"this run is finished at step {self.step:,}; a larger budget.max_steps would go on with it")
             return exits.FINISHED
         try:
             loop(self)
+            return self._end()
         except NonFiniteLoss as error:
             self.log.say(f"error: stopped at step {self.step:,}: {error}; the last good checkpoint stays")
             return exits.FAILED
+
+    @property
+    def _has_final_evaluation(self) -> bool:
+        return self.evaluated_step == self.step and (self.folder.path / "eval.json").is_file()
+
+    def _end(self) -> int:
+        """Evaluates if the run is finished, saves, and says how it ended."""
         if self.budget.finished(self.step, self.log.num_games) and self._evaluate(final=True):
             self.save(wait=True)
             self.log.say(f"finished: {self.step:,} steps, {self.updates:,} updates, {self.log.num_games:,} games")
@@ -302,7 +349,7 @@ class Run:
 
     def _evaluate(self, *, final: bool = False) -> bool:
         """Plays whole games with the newest weights; False if something asked the run to leave meanwhile."""
-        if final and self.evaluated_step == self.step:
+        if final and self._has_final_evaluation:
             return True
         seed = np.random.SeedSequence([self.config.seed, self.step])
         with self.log.during("evaluate"):
@@ -326,7 +373,7 @@ class Run:
     def _keep(self, result: EvalResult, final: bool) -> None:
         try:
             if final:
-                (self.folder.path / "eval.json").write_text(result.to_json(), encoding="utf-8")
+                replace_text(self.folder.path / "eval.json", result.to_json())
             if result.return_mean > self.best_return:
                 self.best_return = result.return_mean
                 checkpoint.write_file(self.folder.path / "best.pt", self._model())

@@ -23,7 +23,7 @@ import numpy as np
 from dqn import config
 from dqn.checkpoint import generations
 from dqn.config import Config, UsageError
-from dqn.csvlog import CsvLog
+from dqn.csvlog import CsvLog, replace_text
 from dqn.dashboard import EVENTS, Board
 from dqn.progress import Console, Pace, duration
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 WRITTEN = (
     *("config.yaml", "train.log", EVENTS, "episodes.csv", "memory.csv", "ram_steps.f32"),
-    *("checkpoint", "replay", "model.pt", "best.pt", "eval.json", "report.*"),
+    *("checkpoint", "replay", "model.pt", "best.pt", "eval.json", "report.png", "report.md"),
 )
 """What a run writes in its folder: all that `--fresh` deletes."""
 LOCK = ".lock"
@@ -72,10 +72,10 @@ class RunFolder:
 
     Args:
         name: a name under `runs/`, or a path.
-        fresh: delete what a run wrote there, and only that.
+        fresh: `clear` deletes what a run wrote there, and only that.
 
     Raises:
-        UsageError: on entry, if the folder cannot be used; nothing was written or deleted then.
+        UsageError: on entry, if the folder cannot be used.
     """
 
     def __init__(self, name: str, *, fresh: bool = False):
@@ -84,8 +84,8 @@ class RunFolder:
         self._lock = -1
 
     def __enter__(self) -> "RunFolder":
-        begun = (self.path / STARTED).exists()
         try:
+            begun = (self.path / STARTED).exists()
             if not self.fresh and not self.has_checkpoint and self._content() and not begun:
                 raise UsageError(
                     f"{self.path} is not empty ({', '.join(self._content()[:3])}) and holds no checkpoint to go on"
@@ -102,11 +102,13 @@ class RunFolder:
             raise UsageError(f"{self.path} cannot be used: {error.strerror}; take another --run") from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-        if self.fresh or (begun and not self.has_checkpoint):
-            self._delete()
-        if not self.has_checkpoint:
-            (self.path / STARTED).touch()
         return self
+
+    def clear(self) -> None:
+        """Makes way for a run that begins here: deletes what another wrote, if there is no checkpoint to go on from."""
+        if not self.has_checkpoint:
+            self._delete()
+            (self.path / STARTED).touch()
 
     def __exit__(self, *_: object) -> None:
         if not self._content():  # nothing came of it
@@ -131,8 +133,8 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether a run could go on from here."""
-        return bool(generations(self.path / "checkpoint"))
+        """Whether this run goes on from here."""
+        return not self.fresh and bool(generations(self.path / "checkpoint"))
 
     def read_config(self) -> dict[str, Any]:
         """The values of the config that the run was started with.
@@ -145,9 +147,7 @@ class RunFolder:
     def write_config(self, chosen: Config) -> None:
         """Writes the resolved config, headed by the versions and the commit that ran it."""
         head = "".join(f"# {name}: {version}\n" for name, version in versions().items())
-        temporary = self.path / "config.yaml.tmp"
-        temporary.write_text(head + config.write_yaml(chosen), encoding="utf-8")
-        os.replace(temporary, self.path / "config.yaml")
+        replace_text(self.path / "config.yaml", head + config.write_yaml(chosen))
 
 
 def versions() -> dict[str, str]:
@@ -197,7 +197,6 @@ class RunLog:
         process_hours: hours since this process began, which `budget.max_hours` limits.
         limit_mib: the limit or budget that RAM is shown against.
         wall_s_before: running time of the processes before this one.
-        learning_steps_per_s: a guess for the time to the end until learning has been timed; None: none.
         stream: the console; None: standard output.
         clock: seconds, for tests.
     """
@@ -211,7 +210,6 @@ class RunLog:
         process_hours: Callable[[], float],
         limit_mib: float,
         wall_s_before: float = 0.0,
-        learning_steps_per_s: float | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -227,7 +225,7 @@ class RunLog:
         self.returns = deque((float(row.split(",")[2]) for row in rows[-RECENT_GAMES:]), maxlen=RECENT_GAMES)
         """Returns of the last 100 of them."""
         self.games = Games(chosen.env.num_envs)
-        self.pace = Pace(chosen, start_step, learning_steps_per_s, clock)
+        self.pace = Pace(chosen, start_step, clock)
         self._then: tuple[int, int, float] | None = None
         self._start_step, self._lines = start_step, 0
         self._next_line_s, self._next_bar_s, self._next_line_step = clock(), clock(), 0

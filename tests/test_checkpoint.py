@@ -47,6 +47,19 @@ def test_every_flipped_byte_is_seen(tmp_path):
         assert loaded["step"] == 1 and len(notes) == 1 and path.name in notes[0]
 
 
+def test_a_damaged_generation_does_not_push_out_a_good_one(tmp_path):
+    for step in (10, 20):
+        path = checkpoint.save(tmp_path, step, state(step))
+    os.truncate(path, 100)
+    (tmp_path / "000000000015.pt").touch()  # left by a kill between writing and renaming
+    (tmp_path / "000000000016.pt.tmp").touch()
+    loaded, _ = checkpoint.load_newest(tmp_path)
+    checkpoint.tidy(tmp_path, loaded["step"])
+    checkpoint.save(tmp_path, 15, state(15))
+    assert [g.step for g in checkpoint.generations(tmp_path)] == [15, 10]
+    assert {file.suffix for file in tmp_path.iterdir()} == {".pt", ".damaged"} and len(list(tmp_path.iterdir())) == 3
+
+
 @pytest.mark.parametrize("length", [0, 1, 100, 5000])
 def test_a_truncated_file_falls_back(tmp_path, length):
     checkpoint.save(tmp_path, 1, state(1))

@@ -47,6 +47,11 @@ def test_the_command_line_wins_over_the_file():
         (["eval", "no-such-run"], ["no-such-run"]),
         (["report", "no-such-run"], ["no-such-run"]),
         (["plan", "--config", "configs/breakout.yaml", "--seed", "[1"], ["seed"]),
+        (["plan", "--config", "configs/breakout.yaml", "--env.game", "brekout"], ["brekout", "breakout"]),
+        (["plan", "--config", "configs/breakout.yaml", "--steps-per-s", "nan"], ["--steps-per-s", "above 0"]),
+        (["train", "--learner.learning_starts_steps", "8"], ["learner.learning_starts_steps", "8", "16"]),
+        (["eval", "x" * 300], ["no run"]),
+        (["bench", "--steps", "2000"], ["--steps", "2000", "5000"]),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments, words, capsys, tmp_path, monkeypatch):
@@ -68,6 +73,26 @@ def test_a_plan_that_does_not_fit_exits_3_and_writes_nothing(capsys, tmp_path, m
     assert main(["train", *arguments, "--run", str(tmp_path / "run")]) == budget.DOES_NOT_FIT
     assert "2.0" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_no_disk_takes_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", str(ROOT / "configs/smoke.yaml"), "--run", "x" * 300]) == budget.USAGE
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_a_path_on_the_command_line_is_taken_as_it_is():
+    for path in ("my #1 disk", "a: b", "0"):
+        assert config_of(parse(["train", "--replay.spill_dir", path])).replay.spill_dir == path
+    assert config_of(parse(["train", "--replay.spill_dir", "null"])).replay.spill_dir is None
+
+
+def test_a_plan_is_the_same_whatever_the_game_is_called(capsys):
+    tables = []
+    for name in ("breakout", "BreakoutNoFrameskip-v4"):
+        assert main(["plan", "--env.game", name, "--memory.limit_gib", "4", "--steps-per-s", "250"]) == budget.FINISHED
+        tables.append([line for line in capsys.readouterr().out.splitlines() if "available" not in line])
+    assert [line for line in tables[0] if "free" not in line] == [line for line in tables[1] if "free" not in line]
 
 
 def test_plan_answers_without_loading_pytorch():

@@ -291,10 +291,22 @@ def test_another_runs_spill_files_are_never_mixed_in(tmp_path):
     spill, options = tmp_path / "spill", {"budget__max_steps": 600, "replay__spill_dir": tmp_path / "spill"}
     code, output = finish(tmp_path / "a" / "run", **options)
     assert code == 0 and list((spill / "run").glob("*.npy")), output
-    code, output = finish(tmp_path / "b" / "run", **options)
-    assert code == 2 and "another run's replay" in output and not (tmp_path / "b" / "run").exists(), output
+    files = sorted((spill / "run").glob("*.npy"))
+    for extra in ([], ["--fresh"]):
+        result = subprocess.run(
+            [*command(tmp_path / "b" / "run", **options), *extra],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 2 and f"holds the replay of {tmp_path / 'a' / 'run'}" in result.stderr
+        assert not (tmp_path / "b" / "run").exists() and sorted((spill / "run").glob("*.npy")) == files
     code, output = finish(tmp_path / "a" / "run", **{**options, "budget__max_steps": 700})
-    assert code == 0 and "resumed at step 600" in output, output
+    assert code == 0 and "resumed at step 600" in output and "gone" not in output, output
+    (tmp_path / "a").rename(tmp_path / "c")  # a run that was moved takes its files with it
+    code, output = finish(tmp_path / "c" / "run", **{**options, "budget__max_steps": 800})
+    assert code == 0 and "resumed at step 700" in output and "gone" not in output, output
 
 
 def test_every_file_loads_without_unpickling(whole):

@@ -1,6 +1,7 @@
 """The replay against a naive oracle: a list of rows, and the rules of a transition written out slot by slot."""
 
 import threading
+import weakref
 import zlib
 
 import numpy as np
@@ -424,6 +425,65 @@ def test_a_loaded_replay_goes_on_bit_for_bit(tmp_path, codec, prioritized, evict
             assert (a is None and b is None) or np.array_equal(a, b)
     for replay in (whole, resumed):
         replay.close()
+
+
+def test_a_dictionary_goes_on_though_all_that_it_served_is_evicted(tmp_path):
+    config = {"shape": (32, 32), "capacity": 4_096, "segment_slots": 512, "eviction": "random"}
+    whole, games = make(tmp_path / "a", **config), Games(2, 5, shape=(32, 32))
+    for _ in range(2_400):
+        whole.append(*games.row())
+    whole.wait()
+    number, newest = whole._trained[-1]
+    assert number == 8 and newest.content and len({part.dictionary for part in whole.sealed.values()}) > 1
+    for number in [part.number for part in whole.sealed.values() if part.dictionary is newest]:
+        whole._evict(number)
+    manifest = whole.snapshot().write(tmp_path / "files")
+    resumed = make(tmp_path / "files", **config)
+    assert resumed.load(manifest, tmp_path / "files") == []
+    for _ in range(300):
+        row = games.row()
+        whole.append(*row), resumed.append(*row)
+    for replay in (whole, resumed):
+        replay.wait()
+    assert resumed.memory_bytes()["frames"] == whole.memory_bytes()["frames"]
+    whole.close(), resumed.close()
+
+
+def test_a_raw_segment_that_is_dropped_or_spilled_leaves_nothing_in_memory(tmp_path):
+    budget = tight(codec="raw", shape=(32, 32))
+    for config in ({}, {"ram_budget_mib": budget, "spill_dir": str(tmp_path)}):
+        replay, games = make(tmp_path, codec="raw", shape=(32, 32), **config), Games(2, 0, shape=(32, 32))
+        buffers = [weakref.ref(replay._frames)]
+        for _ in range(300):
+            replay.append(*games.row())
+            if replay._frames is not buffers[-1]():
+                buffers.append(weakref.ref(replay._frames))
+        replay.wait()
+        held = sum(part.in_memory for part in replay.sealed.values()) + 1
+        assert len(buffers) > 10 and sum(buffer() is not None for buffer in buffers) == held
+        replay.close()
+
+
+def test_a_file_that_cannot_be_deleted_costs_space_and_not_the_run(tmp_path, monkeypatch):
+    replay, games = make(tmp_path), Games(2, 5)
+    for _ in range(60):
+        replay.append(*games.row())
+    replay.collect([replay.snapshot().write(tmp_path)])
+    left = sorted(tmp_path.iterdir())
+
+    def refuse(path, missing_ok=False):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    for _ in range(200):
+        replay.append(*games.row())
+    replay.collect([])
+    replay.wait()
+    monkeypatch.undo()
+    assert left and set(left) <= set(tmp_path.iterdir())
+    replay.collect([])
+    assert not set(left) & set(tmp_path.iterdir())
+    replay.close()
 
 
 def test_segments_are_written_once_and_collected(tmp_path):

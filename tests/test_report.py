@@ -111,6 +111,17 @@ def test_a_smoke_run_with_few_games_and_a_half_written_line(tmp_path):
     assert "| smoke | 1 | 24,000 | 0.03 | 5 |" in report([run]).read_text()
 
 
+def test_torn_rows_and_a_half_written_evaluation_are_passed_over(tmp_path):
+    run = make_run(tmp_path / "full-disk", steps=24_000, games=5)
+    with (run / "memory.csv").open("a") as file:
+        file.write("23900,95.6,4924000,96,420,421,422,0,70,26,0,12,8192\n23950,1.2.3,1,1,1,1,1,1,1,1,1\n")
+    (run / "eval.json").write_text("")
+    assert "| full-disk | 1 | 24,000 |" in report([run]).read_text()
+    (run / "config.yaml").write_text("a: [")
+    with pytest.raises(UsageError, match="damaged"):
+        report([run])
+
+
 def test_a_game_without_a_published_curve_says_so_and_draws(tmp_path):
     run = make_run(tmp_path / "seaquest", env__game="seaquest")
     assert "no curve of this game" in report([run]).read_text()

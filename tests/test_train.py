@@ -223,6 +223,100 @@ def test_a_lost_replay_refills_before_updates_go_on(tmp_path, monkeypatch):
     assert final_state(tmp_path / "a")["updates"] == (400 - 100) // 4 + (600 - 500) // 4
 
 
+def test_a_replay_lost_before_learning_began_refills_too(tmp_path, monkeypatch):
+    use_catch(monkeypatch)
+    wanted, name = make(), f"{tmp_path}/a"
+    assert run_module.start(wanted, name, stopping_at(90)) == exits.STOPPED_EARLY
+    for path in (tmp_path / "a" / "replay").iterdir():
+        path.unlink()
+    assert run_module.start(wanted, name, train) == exits.FINISHED
+    assert "until step 190" in (tmp_path / "a" / "train.log").read_text()
+    assert final_state(tmp_path / "a")["updates"] == (600 - 190 + 2) // 4  # at 192, 196 …
+
+
+def test_a_final_evaluation_that_was_interrupted_is_made_up_for(tmp_path, monkeypatch):
+    use_catch(monkeypatch)
+    evaluate, calls = run_module.evaluate, []
+
+    def once_interrupted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise exits.StopEarly("SIGTERM")
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(run_module, "evaluate", once_interrupted)
+    assert run_module.start(make(), f"{tmp_path}/a", train) == exits.STOPPED_EARLY
+    assert not (tmp_path / "a" / "eval.json").exists()
+    assert run_module.start(make(), f"{tmp_path}/a", train) == exits.FINISHED
+    assert (tmp_path / "a" / "eval.json").exists() and (tmp_path / "a" / "best.pt").exists()
+    assert run_module.start(make(), f"{tmp_path}/a", train) == exits.FINISHED
+    assert len(calls) == 2
+
+
+def test_games_that_begin_after_a_resume_are_others_than_those_of_the_start(tmp_path, monkeypatch):
+    use_catch(monkeypatch, exact=False)
+    seeds, make_envs = [], run_module.make_envs
+    monkeypatch.setattr(
+        run_module,
+        "make_envs",
+        lambda env, seed: (seeds.append(tuple(seed.generate_state(2))), make_envs(env, seed))[1],
+    )
+    for step in (100, 200, 300):
+        assert run_module.start(make(), f"{tmp_path}/a", stopping_at(step)) == exits.STOPPED_EARLY
+    assert len(set(seeds)) == 3
+
+
+def test_a_machine_that_would_decide_otherwise_is_named(tmp_path, monkeypatch):
+    use_catch(monkeypatch)
+    wanted, name = make(learner__num_threads=0), f"{tmp_path}/a"
+    monkeypatch.setattr("dqn.learner.cores", lambda: 1)
+    assert run_module.start(wanted, name, stopping_at(100)) == exits.STOPPED_EARLY
+    monkeypatch.setattr("dqn.learner.cores", lambda: 2)
+    assert run_module.start(wanted, name, stopping_at(200)) == exits.STOPPED_EARLY
+    said = "num_threads was 1 before, this machine alone would take 2: it is 1"
+    assert said in (tmp_path / "a" / "train.log").read_text()
+    torch.set_num_threads(1)
+
+
+def test_a_loss_found_bad_by_the_last_save_ends_in_good_order(tmp_path, monkeypatch):
+    use_catch(monkeypatch)
+
+    def loop(run):
+        stopping_at(300)(run)
+        run.metrics = run.metrics._replace(loss=torch.tensor(float("nan")))
+
+    assert run_module.start(make(), f"{tmp_path}/a", loop) == exits.FAILED
+    assert "the last good checkpoint stays" in (tmp_path / "a" / "train.log").read_text()
+    assert final_state(tmp_path / "a")["step"] == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"replay__ram_budget_mib": 0.01, "memory__on_excess": "warn"}, "replay.ram_budget_mib"),
+        ({"replay__spill_dir": "/proc/none", "replay__ram_budget_mib": 64}, "replay.spill_dir"),
+    ],
+)
+def test_a_refused_fresh_start_deletes_nothing(changes, words, tmp_path, monkeypatch):
+    use_catch(monkeypatch)
+    assert run_module.start(make(), f"{tmp_path}/a", train) == exits.FINISHED
+    before = sorted(path.name for path in (tmp_path / "a").rglob("*"))
+    for name in ("a", "b"):
+        with pytest.raises(UsageError, match=words):
+            run_module.start(make(**changes), f"{tmp_path}/{name}", train, fresh=True)
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == before
+    assert not (tmp_path / "b").exists()
+
+
+def test_fresh_removes_what_the_former_run_had_spilled_elsewhere(tmp_path, monkeypatch):
+    use_catch(monkeypatch)
+    spill = str(tmp_path / "spill")
+    assert run_module.start(make(replay__spill_dir=spill), f"{tmp_path}/a", train) == exits.FINISHED
+    assert list((tmp_path / "spill" / "a").glob("*.npy"))
+    assert run_module.start(make(), f"{tmp_path}/a", train, fresh=True) == exits.FINISHED
+    assert not (tmp_path / "spill" / "a").exists()
+
+
 def test_a_loss_that_is_no_number_keeps_the_checkpoint(tmp_path, monkeypatch):
     use_catch(monkeypatch)
 

@@ -23,6 +23,7 @@ and how far sealing, spilling or copying ahead is makes no difference to what is
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -177,11 +178,12 @@ class Replay:
         self._at: list[Segment | None] = [None] * self._places
         self._gone: dict[str, tuple[weakref.ref[Segment], bool]] = {}
         self._evicted, self._shrunk, self._waited, self._disk_fails = 0, False, False, False
-        self._buffers = [np.empty(self.shape, np.uint8)]
-        self._frames = self._buffers[0]
+        self._buffers: list[np.ndarray] = []
+        self._frames = self._next_buffer()
         self._begin(0, 0)
         self._order = np.array([0])
-        self._dictionary: Dictionary | None = None
+        self._trained: deque[tuple[int, Dictionary]] = deque(maxlen=3)
+        """The newest dictionaries, each with the segment that it was trained on; a save may still need an older one."""
         self._notes: list[str] = []
         self._failure: BaseException | None = None
         self._tasks: queue.Queue[Callable[[], object] | None] = queue.Queue()
@@ -271,20 +273,24 @@ class Replay:
         self._check_thread()
 
     def _next_buffer(self) -> np.ndarray:
-        """The raw buffer to go on in: the other one, which nothing reads any more."""
-        if self.config.codec == "raw":
-            return np.empty(self.shape, np.uint8)  # the segments keep theirs
-        if len(self._buffers) == 1:
-            self._buffers.append(np.empty(self.shape, np.uint8))
-        return self._buffers[1] if self._frames is self._buffers[0] else self._buffers[0]
+        """The raw buffer to go on in: the other one, which nothing reads any more.
+
+        A new one is filled, so that its pages are there at once and RSS does not climb with every row.
+        """
+        if len(self._buffers) == 2:
+            return self._buffers[1] if self._frames is self._buffers[0] else self._buffers[0]
+        new = np.full(self.shape, 0, np.uint8)
+        if self.config.codec == "zstd":  # raw segments keep theirs
+            self._buffers.append(new)
+        return new
 
     def _seal(self, closed: Segment) -> None:
         """In the thread: compresses; every eighth segment trains a dictionary for itself and those after it."""
         try:
-            if self._dictionary is None or closed.number % segments.DICTIONARY_SEGMENTS == 0:
+            if not self._trained or closed.number % segments.DICTIONARY_SEGMENTS == 0:
                 assert closed._raw is not None
-                self._dictionary = segments.train(closed._raw)
-            closed.seal(self._dictionary)
+                self._trained.append((closed.number, segments.train(closed._raw)))
+            closed.seal(self._trained[-1][1])
         finally:
             closed.sealed.set()  # a save that waits for it ends, whatever happened
             return_freed()

@@ -43,6 +43,7 @@ class Snapshot:
             "max_priority": replay.max_priority,
         }
         self._priorities = None if replay._tree is None else replay._tree.nodes[replay._tree._size :].copy()
+        self._trained, self._done = replay._trained, replay._done
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Writes the files that are not there yet; returns the manifest.
@@ -57,16 +58,25 @@ class Snapshot:
                 part.to_file(folder, metadata)
             assert part.file is not None
             entries.append(_entry(part.file, part.checksum, part.file_bytes, part.number, part.place))
-        manifest = {**self._state, "segments": entries, "open": self._write_open(folder)}
+        trained = self._newest_dictionary()
+        manifest = {**self._state, "segments": entries, "open": self._write_open(folder, trained), "dictionary": None}
+        if trained is not None:
+            content = torch.tensor(list(trained[1].content), dtype=torch.uint8)
+            manifest["dictionary"] = {"number": trained[0], "content": content}
         if self._priorities is not None:
             manifest["priorities"] = torch.from_numpy(self._priorities)
         return manifest
 
-    def _write_open(self, folder: Path) -> dict[str, Any] | None:
+    def _newest_dictionary(self) -> tuple[int, Dictionary] | None:
+        """The one that segments are compressed with at this moment, though all that it served may be evicted."""
+        self._done.wait()
+        known = [trained for trained in list(self._trained) if trained[0] < self._state["open_number"]]
+        return known[-1] if known else None
+
+    def _write_open(self, folder: Path, trained: tuple[int, Dictionary] | None) -> dict[str, Any] | None:
         if self._open_rows == 0:
             return None
-        known = (part.dictionary for part, _ in reversed(self._parts) if part.dictionary)
-        dictionary = next(known, NO_DICTIONARY)
+        dictionary = NO_DICTIONARY if trained is None else trained[1]
         blob, offsets = segments.compress(self._open_groups(), dictionary)
         name, number = f"open-{self._row_count:012d}.npy", self._state["open_number"]
         shape = (self._open_rows, *self._state["shape"][1:])
@@ -107,8 +117,10 @@ def load(replay: "Replay", manifest: dict[str, Any], folder: Path) -> list[str]:
         replay.sealed[part.number] = replay._at[part.place] = part
         replay._number[part.place] = part.number
         _put(replay, part.place, metadata)
-        if part.dictionary is not None:
-            replay._dictionary = part.dictionary
+    if (trained := manifest["dictionary"]) is not None:
+        content = trained["content"].numpy().tobytes()
+        known = dictionaries.setdefault(content, Dictionary(content) if content else NO_DICTIONARY)
+        replay._trained.append((trained["number"], known))
     replay._begin(manifest["open_number"], manifest["open_place"])
     if manifest["open"] is not None:
         _load_open(replay, manifest, folder, dictionaries, notes)

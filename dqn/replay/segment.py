@@ -8,6 +8,7 @@ A file is one `.npy` array of bytes, so `np.load(allow_pickle=False)` reads it: 
 frames.
 """
 
+import contextlib
 import io
 import os
 import struct
@@ -353,9 +354,10 @@ def _read_file(path: Path, offset: int, size: int) -> bytes:
 
 
 def remove_file(path: Path) -> None:
-    """Deletes a file that nothing reads any more."""
+    """Deletes a file that nothing reads any more; one that the disk will not give up costs space, never the run."""
     forget_file(path)
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def forget_file(path: Path) -> None:
