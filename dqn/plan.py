@@ -182,7 +182,9 @@ def replay_need(config: Config) -> ReplayNeed:
             note = (
                 f"about {held:,} of {need.slots:,} slots fit the budget, {int((budget - need.fixed) / frame):,} surely"
             )
-        expected, most = min(expected, budget), min(most, budget)
+        room = max(budget - need.fixed, 0.0)  # beside it there is always room for one raw segment more, on its way
+        kept = room if replay.codec == "zstd" else room // one * one
+        expected, most = min(expected, need.fixed - one + kept), min(most, budget)
     sealing = SEAL_MIB_PER_MIB * one if replay.codec == "zstd" else 0.0
     return ReplayNeed(expected, need.fixed, sealing, stored, f"{note}; never more than {most / MIB:,.0f}")
 

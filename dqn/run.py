@@ -23,7 +23,7 @@ from dqn.config import Config, UsageError
 from dqn.csvlog import replace_text
 from dqn.evaluate import EvalResult, evaluate
 from dqn.learner import Learner, LearnMetrics, NonFiniteLoss, resolve
-from dqn.memory import GIB, MIB, MemoryLog, limits
+from dqn.memory import GIB, MIB, MemoryLog, limits, return_freed
 from dqn.plan import plan
 from dqn.preprocessing import FrameStack
 from dqn.replay import Replay
@@ -364,6 +364,8 @@ class Run:
                 )
             except StopEarly:
                 return False
+            finally:
+                return_freed()
         self.evaluated_step = self.step
         self.log.scalars(self.step, {"eval/return_mean": result.return_mean})
         self.log.say(f"evaluation at step {self.step:,}: {result.summary()}")
