@@ -171,7 +171,7 @@ def test_the_custom_layout_shows_every_group_and_chart(browser, dashboard):
 
 
 def test_the_scalars_stand_under_their_tags(browser, dashboard):
-    words = ["episode/return", "episode/length_steps", "eval/return_mean"]
+    words = ["episode\n/return", "episode\n/length_steps", "eval\n/return_mean"]  # a card's title is two spans
     text = browser.wait_for(f"{dashboard}#timeseries", words)
     browser.screenshot("timeseries")
     assert [word for word in words if word not in text] == []
